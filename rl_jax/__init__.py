@@ -1,0 +1,1 @@
+"""Asynchronous reinforcement learning for large mixture-of-experts language models."""

@@ -1,0 +1,80 @@
+"""Reverse real words and short sentences, character by character (a built-in environment; data/README.md has the sources).
+
+Example: prompt "why not", perfect answer "ton yhw", reward of "ton yh" 12/13 = 0.92.
+"""
+
+import difflib
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rl_jax.config import refuse
+from rl_jax.envs.answer import answer_of, tagged
+from rl_jax.envs.base import Task
+
+DATA = Path(__file__).parent / "data"
+KINDS = ("words", "sentences")
+SPLITS = {"warmup": range(0, 40), "train": range(40, 90), "eval": range(90, 100), "all": range(0, 100)}
+"""Hundredths of the texts, by hash: what the supervised warm start sees is never trained by RL nor evaluated."""
+
+
+class ReverseText:
+    """One task for each text; `size` tasks in an order that does not depend on the machine.
+
+    Args:
+        split: "warmup", "train", "eval" (no text is in two of them), or "all".
+        kinds: "words" and "sentences" (clauses of 2 to 6 words, with spaces and apostrophes), or one of them.
+        min_chars, max_chars: length of the texts; they go from 3 to 24.
+        instruction: put on a line of its own before the text; for chat models.
+        tag: when set, the answer stands between <tag> and </tag>; without them the reward is 0.
+    """
+
+    def __init__(
+        self,
+        split: str = "train",
+        kinds: Sequence[str] = KINDS,
+        min_chars: int = 1,
+        max_chars: int = 24,
+        instruction: str = "",
+        tag: str = "",
+    ):
+        refuse(
+            [
+                None if split in SPLITS else f"split={split!r}: expected one of {', '.join(SPLITS)}",
+                None
+                if kinds and not isinstance(kinds, str) and set(kinds) <= set(KINDS)
+                else f"kinds={kinds!r}: expected a list of {', '.join(KINDS)}",
+                None
+                if 1 <= min_chars <= max_chars
+                else f"min_chars={min_chars}, max_chars={max_chars}: expected 1 <= min_chars <= max_chars",
+            ]
+        )
+        texts = [text for kind in sorted(set(kinds)) for text in (DATA / f"{kind}.txt").read_text().splitlines()]
+        ranked = sorted((_hash(text), text) for text in texts if min_chars <= len(text) <= max_chars)
+        self._texts = [text for rank, text in ranked if rank % 100 in SPLITS[split]]
+        self._instruction = f"{instruction}\n" if instruction else ""
+        self._tag = tag
+        self.size = len(self._texts)
+
+    def task(self, index: int) -> Task:
+        """Return text `index` to reverse."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"task {index}: expected 0 <= index < size={self.size}")
+        text = self._texts[index]
+        return Task(prompt=self._instruction + text, answer=text[::-1])
+
+    def reward(self, task: Task, completions: Sequence[str]) -> Mapping[str, float]:
+        """Return the sequence-match ratio of the answer to the reversed text, and whether it is exact."""
+        truth, answer = str(task.answer), answer_of(completions[0], self._tag)
+        if answer is None:
+            return {"reward": 0.0, "exact": 0.0}
+        ratio = difflib.SequenceMatcher(None, answer, truth, autojunk=False).ratio()
+        return {"reward": ratio, "exact": float(answer == truth)}
+
+    def solution(self, task: Task) -> str:
+        """Return the reversed text, between tags if they are asked for."""
+        return tagged(str(task.answer), self._tag)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
