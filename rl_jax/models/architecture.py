@@ -197,7 +197,7 @@ def from_hf_config(raw: Mapping[str, object]) -> Architecture:
         num_active_experts=_int(raw, "num_experts_per_tok") if is_moe else 0,
         expert_width=_int(raw, "moe_intermediate_size") if is_moe else 0,
         shared_expert_width=_int(raw, "shared_expert_intermediate_size", 0) if is_moe else 0,
-        normalise_routing=bool(raw.get("norm_topk_prob", False)),
+        normalise_routing=bool(raw.get("norm_topk_prob", False)) if is_moe else True,
         qk_norm=family != "llama",
         attention_bias=bool(raw.get("attention_bias", False)),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),

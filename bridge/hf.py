@@ -1,0 +1,146 @@
+"""Hugging Face directories: read one into sharded parameters, write one from them.
+
+The parameter table decides every name and shape; a missing, extra or mis-shaped tensor is an error that names it.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import traverse_util
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from bridge.names import from_hf, hf_shapes, hf_slices, to_hf
+from rl_jax.config import ConfigError
+from rl_jax.models.architecture import Architecture, to_hf_config
+from rl_jax.models.schema import Param, Params, abstract_params, flat_table
+
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_MAX_LISTED = 8
+
+
+def load_params(directory: str | Path, arch: Architecture, mesh: Mesh) -> Params:
+    """Read float32 parameters from a directory with one or many safetensors files, sharded on `mesh`.
+
+    Each device's shard reads only the tensors of its own layers and experts.
+
+    Raises:
+        ConfigError: with every missing, extra or mis-shaped tensor.
+    """
+    files = tensor_files(directory)
+    _check(directory, arch, files)
+    table = flat_table(arch)
+    abstract = traverse_util.flatten_dict(abstract_params(arch, mesh), sep="/")
+    params = {}
+    for key, param in table.items():
+        read = _reader(param, files)
+        params[key] = jax.make_array_from_callback(param.sizes, abstract[key].sharding, read)
+    return traverse_util.unflatten_dict(params, sep="/")
+
+
+def save_params(
+    directory: str | Path, arch: Architecture, params: Params, tokenizer_dir: str | Path | None = None
+) -> None:
+    """Write config.json and one bfloat16 model.safetensors; the directory appears whole or not at all."""
+    target = Path(directory)
+    aside = target.with_name(f".{target.name}.writing-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    tensors = {}
+    flat = traverse_util.flatten_dict(params, sep="/")
+    for key, param in flat_table(arch).items():
+        value = np.asarray(flat[key])
+        for index, name in hf_slices(param):
+            tensors[name] = np.ascontiguousarray(to_hf(param, value[index])).astype(ml_dtypes.bfloat16)
+    save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+    (aside / "config.json").write_text(json.dumps(to_hf_config(arch) | {"dtype": "bfloat16"}, indent=1))
+    if tokenizer_dir is not None:
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (Path(tokenizer_dir) / name).is_file():
+                shutil.copy(Path(tokenizer_dir) / name, aside / name)
+    aside.rename(target)
+
+
+def tensor_files(directory: str | Path) -> dict[str, Path]:
+    """Return tensor name -> file of a Hugging Face directory.
+
+    Raises:
+        ConfigError: no safetensors file, or one that an index names is missing or broken.
+    """
+    root = Path(directory)
+    index = root / "model.safetensors.index.json"
+    paths = sorted(root.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            paths = [root / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError([f"{index}: not a safetensors index ({error!r})"]) from error
+    if not paths:
+        raise ConfigError([f"{root}: has no *.safetensors file; is it a Hugging Face model directory?"])
+    files = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="np") as opened:
+                files.update(dict.fromkeys(opened.keys(), path))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError([f"{path}: missing or broken ({error}); fetch the model again"]) from error
+    return files
+
+
+def _check(directory: str | Path, arch: Architecture, files: Mapping[str, Path]) -> None:
+    expected = hf_shapes(arch)
+    ignored = {"lm_head.weight"} if arch.tie_embeddings else set()
+    extra = [n for n in files if n not in expected and n not in ignored and not n.endswith("rotary_emb.inv_freq")]
+    faults = _listed(directory, "missing tensor", [name for name in expected if name not in files])
+    faults += _listed(directory, "extra tensor", extra)
+    wrong = []
+    for name, shape in expected.items():
+        if name in files:
+            with safe_open(files[name], framework="np") as opened:
+                piece = opened.get_slice(name)
+                got, dtype = tuple(piece.get_shape()), piece.get_dtype()
+            if got != shape:
+                wrong.append(f"{name} has shape {got}, config.json says {shape}")
+            if dtype not in _DTYPES:
+                wrong.append(f"{name} has dtype {dtype}, expected one of {', '.join(_DTYPES)}")
+    faults += _listed(directory, "wrong tensor", wrong)
+    if faults:
+        raise ConfigError(faults)
+
+
+def _listed(directory: str | Path, what: str, names: list[str]) -> list[str]:
+    shown = [f"{directory}: {what} {name}" for name in names[:_MAX_LISTED]]
+    more = len(names) - _MAX_LISTED
+    return [*shown, f"{directory}: and {more} more of this kind"] if more > 0 else shown
+
+
+def _reader(param: Param, files: Mapping[str, Path]) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """Return the callback that reads one device's slice of a parameter."""
+    letters = param.axes.split()
+    stacked = [letters.index(letter) for letter in param.stacked]
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        inner = tuple(part for dim, part in enumerate(index) if dim not in stacked)
+        ranges = [range(*index[dim].indices(param.sizes[dim])) for dim in stacked]
+        pieces = [
+            _read_tensor(files, name, param)[inner]
+            for position, name in hf_slices(param)
+            if all(at in wanted for at, wanted in zip(position, ranges, strict=True))
+        ]
+        shape = [len(range(*part.indices(size))) for part, size in zip(index, param.sizes, strict=True)]
+        return np.stack(pieces).reshape(shape)
+
+    assert stacked == list(range(len(stacked))), f"{param.axes}: stacked dimensions must come first"
+    return read
+
+
+def _read_tensor(files: Mapping[str, Path], name: str, param: Param) -> np.ndarray:
+    with safe_open(files[name], framework="np") as opened:
+        return from_hf(param, np.asarray(opened.get_tensor(name))).astype(np.float32)
