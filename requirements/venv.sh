@@ -70,6 +70,7 @@ if [ ! -e .venv/pins.trainer ] || is_outdated; then
         fail "$python cannot make virtual environments. Install what it lacks with
     sudo apt-get install -y python$(version_of "$python")-venv"
     echo "making .venv with Python $made_with"
+    rm -f .venv/pins.* # first: an interrupt must leave no record beside half of a venv
     rm -rf .venv
     "$python" -m venv .venv
 fi

@@ -1,7 +1,7 @@
 """A model's chat template: messages -> text, rendered as Hugging Face renders it (step 3 of docs/walk.md).
 
-Also answers the question behind exact multi-turn: what does the template write after the policy's words, and does it leave
-what came before alone? Knows text only; rl_jax/tokenizer.py turns it into ids.
+Also answers the question behind exact multi-turn: what does the template write after the policy's words, and does it
+leave what came before alone? Knows text only; rl_jax/tokenizer.py turns it into ids.
 """
 
 import datetime
@@ -80,7 +80,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Some templates mark assistant text with {% generation %} ... {% endgeneration %}: keep the text, drop the mark."""
+    """Some templates put assistant text in {% generation %} ... {% endgeneration %}: keep the text, drop the mark."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and kind that Jinja asks for
 

@@ -43,7 +43,7 @@ def load(cls: type[C], files: Sequence[str | Path], overrides: Sequence[str] = (
     faults: list[str] = []
     for file in files:
         try:
-            raw = merge(raw, tomllib.loads(Path(file).read_text()))
+            raw = merge(raw, tomllib.loads(Path(file).read_text(encoding="utf-8")))
         except OSError as error:
             faults.append(f"{file}: cannot read the config file ({error.strerror}); give an existing TOML file")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -89,7 +89,7 @@ def _apply_override(raw: dict[str, object], override: str) -> list[str]:
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
     *parents, leaf = key.strip().split(".")
-    node: object = raw
+    node: typing.Any = raw
     for depth, part in enumerate(parents):
         if isinstance(node, list) and part.isdigit() and int(part) < len(node):
             node = node[int(part)]
@@ -122,9 +122,9 @@ def _build(hint: object, raw: object, path: str, faults: list[str]) -> object:
         return _mistyped(faults, path, raw, "a table")
     if hint is object:
         return raw
-    if hint is float and isinstance(raw, int) and not isinstance(raw, bool):
+    if hint is float and type(raw) is int and abs(raw) < 2**63:
         return float(raw)
-    if isinstance(hint, type) and type(raw) is hint:
+    if isinstance(hint, type) and type(raw) is hint and raw == raw:  # nan would pass every check of a room
         return raw
     return _mistyped(faults, path, raw, getattr(hint, "__name__", str(hint)))
 
@@ -158,6 +158,8 @@ def _build_union(args: tuple[object, ...], raw: object, path: str, faults: list[
     if raw is None and type(None) in args:
         return None
     choices = [a for a in args if a is not type(None)]
+    if len(choices) == 1:
+        return _build(choices[0], raw, path, faults)
     if isinstance(raw, dict):
         tables = [a for a in choices if dataclasses.is_dataclass(a)]
         tagged = {get_args(get_type_hints(a)["type"])[0]: a for a in tables if "type" in get_type_hints(a)}

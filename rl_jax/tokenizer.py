@@ -1,7 +1,7 @@
 """Text <-> token ids, and chats -> token ids through the model's own template (steps 3, 4 and 6 of docs/walk.md).
 
-Token in, token out: prompts and replies of an environment are encoded once; what the policy sampled is decoded for rewards
-and people, never encoded again. Knows Hugging Face's tokenizer files, no model and no JAX.
+Token in, token out: prompts and replies of an environment are encoded once; what the policy sampled is decoded for
+rewards and people, never encoded again. Knows Hugging Face's tokenizer files, no model and no JAX.
 
 Two promises beside those of Hugging Face:
 - Text is data. A special token spelled out in a message or a plain prompt is encoded as its letters; only the template
@@ -35,7 +35,7 @@ BYTE_LEVEL_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 
-# Around a special token that is spelled in a message: Unicode noncharacters, which no text holds and no template strips.
+# Around a special token spelled in a message: Unicode noncharacters, which no text holds and no template strips.
 _LITERAL_OPEN, _LITERAL_CLOSE = "\ufdd0", "\ufdd1"
 _REPLACEMENT = "\ufffd"  # what bytes that are no complete character decode to
 
@@ -105,7 +105,7 @@ class Tokenizer:
 
     @classmethod
     def byte_level(cls) -> "Tokenizer":
-        """Return a tokenizer made from scratch: ids 0-255 are the bytes of UTF-8, 256 pad, 257 user, 258 assistant, 259 end.
+        """Return a tokenizer made from scratch: ids 0-255 are the bytes of UTF-8, then pad, user, assistant, end.
 
         Example: the user message "ab" is the prompt [257, 97, 98, 258]; "ba" is answered by [98, 97, 259]. Every role
         but assistant is written as a user turn.
@@ -140,7 +140,7 @@ class Tokenizer:
 
     @functools.cached_property
     def end_token_id(self) -> int | None:
-        """The token by which the policy ends its turn: the one the template writes, else the first of `eos_token_ids`."""
+        """The token that ends the policy's turn: the one the template writes, else the first of `eos_token_ids`."""
         after = self._template.text_after_turn([_user("x")]) if self._template else None
         ids_T = self._encode_rendered(after or "")
         if ids_T.size and int(ids_T[0]) in self._special_ids:
@@ -162,20 +162,24 @@ class Tokenizer:
         """
         is_plain = parse_special or not self._special_pattern.search(text)
         backend = self._backend if is_plain else self._literal_backend
-        return np.array(backend.encode(text, add_special_tokens=add_special).ids, dtype=np.int32)
+        try:
+            encoding = backend.encode(text, add_special_tokens=add_special)
+        except TypeError as error:
+            raise ValueError(f"cannot encode {text!r:.99}: expected text without lone surrogates") from error
+        return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids_T: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
         """Return the text of `ids_T`: bytes that are no UTF-8 become U+FFFD, ids without a token become nothing."""
         return self._backend.decode(np.asarray(ids_T).tolist(), skip_special_tokens=skip_special)
 
     def prompt_ids(self, prompt: Chat) -> np.ndarray:
-        """Return int32 [T], what the policy continues: the rendered chat, or without a template the text from its BOS on."""
+        """Return int32 [T], what the policy continues: the rendered chat; without a template, BOS and the text."""
         if self._template is None and isinstance(prompt, str):
             return self.encode(prompt, add_special=True)
         return self.render_chat(_as_messages(prompt))
 
     def completion_ids(self, text: str) -> np.ndarray:
-        """Return int32 [T], what the policy samples to say `text` and end its turn: a target for supervised training."""
+        """Return int32 [T], what the policy samples to say `text` and end its turn: a target to imitate."""
         end = [] if self.end_token_id is None else [self.end_token_id]
         return np.concatenate([self.encode(text), np.array(end, dtype=np.int32)])
 
@@ -215,17 +219,16 @@ class Tokenizer:
         if text is None:
             return None
         ids_T = self._encode_rendered(text)
-        last_ids = tokens_T[-1:].tolist()
-        is_closed = last_ids == ids_T[:1].tolist() and last_ids[0] in self.stop_token_ids
-        return ids_T[1:] if is_closed else ids_T
+        sampled_stop = set(tokens_T[-1:].tolist()) & set(self.stop_token_ids)
+        return ids_T[1:] if set(ids_T[:1].tolist()) & sampled_stop else ids_T
 
     def check_fits(self, num_embeddings: int) -> None:
         """Raise ValueError if some token has no row in an embedding of `num_embeddings` rows."""
         if self.vocab_size > num_embeddings:
             raise ValueError(
                 f"the tokenizer does not fit the embeddings: its largest id is {self.vocab_size - 1}, the model has "
-                f"{num_embeddings} rows; use the tokenizer.json that came with the model, or a model with a vocab_size of "
-                f"at least {self.vocab_size}"
+                f"{num_embeddings} rows; use the tokenizer.json that came with the model, or a model with a vocab_size "
+                f"of at least {self.vocab_size}"
             )
 
     def _id_of(self, named: Mapping[str, str], kind: str) -> list[int]:
@@ -263,8 +266,8 @@ class Tokenizer:
 class StreamDecoder:
     """Decodes a completion token by token; gives out text only when its characters are complete.
 
-    The pieces, `finish` included, add up to what `Tokenizer.decode` makes of all ids: for byte-level tokenizers always, for
-    others as long as the text is valid UTF-8.
+    The pieces, `finish` included, add up to what `Tokenizer.decode` makes of all ids: for byte-level tokenizers always,
+    for others as long as the text is valid UTF-8.
 
     Example, "aé" as the bytes 97, 195, 169: push(97) -> "a", push(195) -> "", push(169) -> "é", finish() -> "".
     """
@@ -320,7 +323,7 @@ def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _byte_alphabet() -> list[str]:
-    """Return the character that stands for each byte in byte-level BPE: itself if printable, else the next from U+0100."""
+    """Return the character that stands for each byte in byte-level BPE: itself if printable, else one past U+00FF."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     stand_ins = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
@@ -340,7 +343,7 @@ def _read_json(file: Path) -> dict[str, object]:
 
 
 def _read_template(folder: Path, config: Mapping[str, object]) -> str | None:
-    """Return the chat template: its own file wins over tokenizer_config.json, where it may be one of several by name."""
+    """Return the chat template: its own file wins over tokenizer_config.json, which may hold several by name."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")

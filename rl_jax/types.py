@@ -27,6 +27,7 @@ class DropReason(StrEnum):
     REWARD_INVALID = "reward_invalid"  # the reward was not a finite number
     PROMPT_TOO_LONG = "prompt_too_long"  # the prompt leaves no room in the context
     SAMPLER_LOST = "sampler_lost"  # its sampler failed; the group was dispatched again
+    ROLLOUT_TIMEOUT = "rollout_timeout"  # not finished within rollout_timeout_s
     GROUP_INCOMPLETE = "group_incomplete"  # fewer than two usable members were left in its group
     RUN_ENDED = "run_ended"  # finished or in flight when the last step was trained
     REWOUND = "rewound"  # made after the checkpoint that a resumed run went back to

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from size_report import ROOT, sizes, source_files
 
 LAYERS = (  # low to high: a room imports itself and rooms of lower layers, never a neighbour
-    {"rl_jax.axes", "rl_jax.tree", "rl_jax.config", "rl_jax.types"},
+    {"rl_jax.axes", "rl_jax.tree", "rl_jax.config", "rl_jax.types", "rl_jax.chat_template"},
     {"rl_jax.mesh", "rl_jax.tokenizer"},
     {"rl_jax.models", "rl_jax.losses", "rl_jax.optim", "rl_jax.metrics"}
     | {"rl_jax.advantages", "rl_jax.packing", "rl_jax.envs"},
@@ -33,6 +33,7 @@ LAYERS = (  # low to high: a room imports itself and rooms of lower layers, neve
 )
 READ_THE_OUTSIDE = LAYERS[-1] | {"rl_jax.cli"}  # environment variables and the command line
 WITHOUT_JAX = {"rl_jax.config", "rl_jax.types", "rl_jax.tokenizer", "rl_jax.advantages", "rl_jax.packing"} | {
+    "rl_jax.chat_template",
     "rl_jax.envs",
     "rl_jax.rollout",
     "rl_jax.orchestrator",

@@ -26,7 +26,7 @@ from rl_jax.envs.base import Task
 from rl_jax.envs.errors import EnvError, EnvFailed
 from rl_jax.envs.process import WorkerProcess
 from rl_jax.envs.registry import EnvConfig
-from rl_jax.envs.wire import EnvInfo, Request, Setup
+from rl_jax.envs.wire import EnvInfo, Method, Request, Setup
 
 logger = logging.getLogger(__name__)
 
@@ -130,25 +130,23 @@ class EnvPool:
 
     async def task(self, env: str, index: int) -> Task:
         """Return task `index` with its prompt only: what the environment needs to judge it stays in the worker."""
-        prompt = await self._call(Request(method="task", env=env, index=index))
+        prompt = await self._call("task", env, index)
         return Task(prompt=cast(str | list[dict[str, str]], prompt))
 
     async def reply(self, env: str, index: int, completions: Sequence[str]) -> str | None:
         """Return the environment's next turn, or None when the episode is over."""
         if not self._infos[env].is_multi_turn:
             return None
-        request = Request(method="reply", env=env, index=index, completions=tuple(completions))
-        return cast(str | None, await self._call(request))
+        return cast(str | None, await self._call("reply", env, index, completions))
 
     async def score(self, env: str, index: int, completions: Sequence[str]) -> Score:
         """Judge a finished episode: the policy's text of each turn."""
-        request = Request(method="reward", env=env, index=index, completions=tuple(completions))
-        parts = dict(cast(Mapping[str, float], await self._call(request)))
+        parts = dict(cast(Mapping[str, float], await self._call("reward", env, index, completions)))
         return Score(reward=parts.pop("reward"), parts=parts)
 
     async def solution(self, env: str, index: int) -> str:
         """Return the text that a perfect policy would write, for environments that have `solution`."""
-        return cast(str, await self._call(Request(method="solution", env=env, index=index)))
+        return cast(str, await self._call("solution", env, index))
 
     async def close(self) -> None:
         """Kill the workers; calls in progress end in EnvFailed."""
@@ -169,9 +167,11 @@ class EnvPool:
     ) -> None:
         await self.close()
 
-    async def _call(self, request: Request) -> object:
+    async def _call(self, method: Method, env: str, index: int, completions: Sequence[str] = ()) -> object:
         assert self._infos, "start() the pool first"
-        assert request.env in self._infos, f"{request.env!r} is none of the pool's: {', '.join(self._infos)}"
+        assert env in self._infos, f"{env!r} is none of the pool's: {', '.join(self._infos)}"
+        # An index out of a NumPy array becomes an int here: workers know no NumPy.
+        request = Request(method=method, env=env, index=int(index), completions=tuple(completions))
         if self._is_closed:
             raise EnvFailed(f"{request}: the pool of environments is closed")
         self.num_pending += 1

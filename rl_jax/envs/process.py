@@ -20,8 +20,8 @@ from rl_jax.config import ConfigError
 from rl_jax.envs.errors import EnvFailed, EnvInvalid, EnvTimeout
 from rl_jax.envs.wire import Answer, EnvInfo, Request, Setup, receive, send
 
-GRACE_S = 1.0
-"""At its deadline a worker says where it hangs and exits; one that cannot is killed this much later."""
+DUMP_S = 0.5
+"""A late worker has this long to write where it hangs, before it is killed."""
 TAIL_CHARS = 2000
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ class WorkerProcess:
         return self._infos
 
     def call(self, request: Request) -> object:
-        """Return the value of one call. After EnvTimeout, and after EnvFailed for a crash, the worker is dead."""
+        """Return the value of one call, first waiting for the start. After a timeout or a crash the worker is dead."""
+        self.wait_ready()
         answer = self._ask(str(request), request, self._setup.deadline_s)
         if answer.kind == "ok":
             return answer.value
@@ -121,25 +122,40 @@ class WorkerProcess:
         return f"({how})" + (f"; its last output:\n{last}" if last else "")
 
     def _ask(self, what: str, message: object, limit_s: float) -> Answer:
-        """Send `message`, if any, and return the answer; on a late answer or none, kill and raise."""
+        """Send `message`, if any, and return the answer; without an answer in time, kill and raise."""
         end_s = time.monotonic() + limit_s
         try:
             if message is not None:
                 self._socket.settimeout(limit_s)
                 send(self._socket, message)
-            return cast(Answer, self._receive(end_s + GRACE_S))
+            return cast(Answer, self._receive(end_s))
         except (TimeoutError, EOFError, ConnectionError, pickle.UnpicklingError) as error:
             is_late = time.monotonic() >= end_s
+            if is_late:
+                self._dump_traceback()
             ended = self.kill()
             if is_late:
-                raise EnvTimeout(f"{what} took longer than {limit_s:g} s; its worker was ended {ended}") from error
+                raise EnvTimeout(f"{what} took longer than {limit_s:g} s; its worker was killed {ended}") from error
             raise EnvFailed(f"{what}: its worker process died {ended}") from error
 
+    def _dump_traceback(self) -> None:
+        """Have a late worker write its stack to its output, for the message; it is killed next."""
+        self._selector.unregister(self._socket)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGUSR1)
+        end_s = time.monotonic() + DUMP_S
+        while self._selector.select(end_s - time.monotonic()) and time.monotonic() < end_s:
+            self._read_output()
+            end_s = min(end_s, time.monotonic() + DUMP_S / 10)
+
     def _receive(self, end_s: float) -> object:
-        while not self._socket_is_readable(end_s - time.monotonic()):
-            if time.monotonic() >= end_s:
+        """Return the next message. One that is there counts as in time, however late this thread gets to look."""
+        left_s = end_s - time.monotonic()
+        while not self._socket_is_readable(left_s):
+            if left_s <= 0:
                 raise TimeoutError
-        self._socket.settimeout(max(end_s - time.monotonic(), 0.001))
+            left_s = end_s - time.monotonic()
+        self._socket.settimeout(max(left_s, 1.0))
         return receive(self._socket)
 
     def _socket_is_readable(self, timeout_s: float) -> bool:

@@ -144,9 +144,10 @@ def _missing_module(env_id: str, path: str, missing: str) -> str:
     """Return the fault: the environment's own module is not there, or one that it imports."""
     if f"{path}.".startswith(f"{missing}."):
         return f"id={env_id!r}: no module {missing!r}; looked in {', '.join(sys.path)}"
-    if missing in EXTRAS:
-        command = f"pip install '{PROJECT}[{EXTRAS[missing]}]', or in its folder pip install -e '.[{EXTRAS[missing]}]'"
-        return f"id={env_id!r}: needs the package {missing}, which is not installed; run {command}"
+    package = missing.partition(".")[0]
+    if package in EXTRAS:
+        command = f"pip install '{PROJECT}[{EXTRAS[package]}]', or in its folder pip install -e '.[{EXTRAS[package]}]'"
+        return f"id={env_id!r}: needs the package {package}, which is not installed; run {command}"
     return f"id={env_id!r}: {path} imports {missing}, which is not installed; install it for {sys.executable}"
 
 

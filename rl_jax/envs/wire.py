@@ -19,6 +19,7 @@ from typing import Literal
 from rl_jax.envs.registry import EnvConfig
 
 LENGTH = struct.Struct("!Q")
+Method = Literal["task", "reply", "reward", "solution"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class EnvInfo:
 class Request:
     """One call."""
 
-    method: Literal["task", "reply", "reward", "solution"]
+    method: Method
     env: str
     index: int
     completions: tuple[str, ...] = ()

@@ -22,6 +22,9 @@ from rl_jax.envs.base import Environment, MultiTurn, Solved, Task
 from rl_jax.envs.registry import EnvConfig, resolve
 from rl_jax.envs.wire import Answer, EnvInfo, Request, Setup, receive, send
 
+ORPHAN_S = 2.0
+"""An alarm ends a call this much after its limit; the pool, if it lives, does so at the limit."""
+
 
 class InvalidReward(ValueError):
     """A reward that is neither a finite number nor a mapping of such that holds "reward"."""
@@ -36,6 +39,7 @@ def main() -> None:
     if setup.max_memory_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (setup.max_memory_bytes, setup.max_memory_bytes))
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the pool asks where a late call hangs
     environments: dict[str, Environment] = {}
     for config in setup.configs:
         send(connection, _watched(setup.start_timeout_s, lambda c=config: _construct(c, environments)))
@@ -58,12 +62,13 @@ def _claim_stdin() -> socket.socket:
 
 
 def _watched(limit_s: float, call: Callable[[], Answer]) -> Answer:
-    """Return `call()`; at the limit the process writes where it hangs to standard error and exits.
+    """Return `call()`, or what it raised.
 
-    faulthandler's watchdog is a C thread: it also ends a call that never gives the interpreter back (a regular
-    expression, for example), and one whose run was killed and can no longer end it.
+    The pool kills a worker at the limit. The alarm, which the kernel serves, is for the worker whose run was itself
+    killed: no call outlives its run by more than the limit. Where the user's code uses the alarm, it has it.
     """
-    faulthandler.dump_traceback_later(limit_s, exit=True)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, limit_s + ORPHAN_S)
     try:
         return call()
     except InvalidReward as error:
@@ -73,7 +78,7 @@ def _watched(limit_s: float, call: Callable[[], Answer]) -> Answer:
     except BaseException as error:  # noqa: BLE001 - the user's code: what it raises is an answer
         return Answer(kind="error", value=_describe(error))
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _describe(error: BaseException) -> str:

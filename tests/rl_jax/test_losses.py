@@ -1,10 +1,11 @@
 """Losses against closed forms in float64: values, gradients with respect to logp, metrics, masks, sharding.
 
-Tolerance: |log rho| <= 8, so a float32 ratio is off by at most 8 * 6e-8 + a few ulp, about 1e-6; sums of 33 tokens stay
+Tolerance: |log rho| <= 8, so a float32 ratio is off by at most 8 * 6e-8 + a few ulp, about 1e-6; sums of 44 tokens stay
 below 1e-5 of the sum of absolute values.
 """
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from rl_jax.config import ConfigError
 from rl_jax.losses import LossConfig, LossInputs, k3, loss_sum, means
 
 RTOL = 1e-5
-B, T = 3, 11
+B, T = 4, 11
 CONFIGS = [
     LossConfig(),
     LossConfig(type="dppo", dppo_mask_low=0.05, dppo_mask_high=0.3, adv_tau=0.7, kl_tau=0.02),
@@ -31,10 +32,11 @@ CONFIGS = [
     LossConfig(type="gspo", gspo_clip_low=0.2, gspo_clip_high=0.3),
     LossConfig(type="cispo", cispo_clip_low=0.5, cispo_clip_high=1.5),
     LossConfig(type="ppo_clip", tis_max=2.0),
-    LossConfig(type="gspo", tis_max=1.5),
+    LossConfig(type="gspo", tis_max=2.0),
     LossConfig(type="cispo", tis_max=2.0),
 ]
 IDS = [f"{c.type}-{i}" for i, c in enumerate(CONFIGS)]
+FULL = LossConfig(type="aipo", aipo_rho_max=2.0, ref_kl_coef=0.3, entropy_coef=0.05)
 
 
 def make_inputs(seed: int, spread: float = 1.0) -> dict[str, np.ndarray]:
@@ -63,13 +65,15 @@ def to_inputs(arrays: dict[str, np.ndarray]) -> LossInputs:
     return LossInputs(**{name: jnp.asarray(value) for name, value in arrays.items()})
 
 
+@functools.partial(jax.value_and_grad, argnums=1, has_aux=True)
+def loss_of(config: LossConfig, floats: dict[str, jax.Array], rest: LossInputs) -> tuple[jax.Array, dict]:
+    return loss_sum(config, dataclasses.replace(rest, **floats))
+
+
 def run(config: LossConfig, inputs: LossInputs) -> tuple[float, np.ndarray, dict[str, float]]:
     """Return the loss, its gradient with respect to logp, and the metrics."""
-
-    def of_logp(logp_BT: jax.Array, inputs: LossInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return loss_sum(config, dataclasses.replace(inputs, logp_BT=logp_BT))
-
-    (loss, sums), grad_BT = jax.jit(jax.value_and_grad(of_logp, has_aux=True))(inputs.logp_BT, inputs)
+    (loss, sums), grads = loss_of(config, {"logp_BT": inputs.logp_BT}, inputs)
+    grad_BT = grads["logp_BT"]
     return float(loss), np.asarray(grad_BT, np.float64), {name: float(value) for name, value in sums.items()}
 
 
@@ -156,7 +160,7 @@ def test_value_gradient_and_metrics_equal_the_closed_form(config, seed, spread):
     assert_matches(config, arrays, run(config, to_inputs(arrays)))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("config", [*CONFIGS, FULL], ids=[*IDS, "full"])
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
 def test_garbage_on_untrained_tokens_changes_nothing(config, garbage):
     clean = make_inputs(5)
@@ -164,7 +168,6 @@ def test_garbage_on_untrained_tokens_changes_nothing(config, garbage):
         name: np.where(clean["mask_BT"], value, np.float32(garbage)) if value.dtype == np.float32 else value
         for name, value in clean.items()
     }
-    config = dataclasses.replace(config, ref_kl_coef=0.1, entropy_coef=0.01)
     loss, grad_BT, sums = run(config, to_inputs(dirty))
     expected_loss, expected_grad_BT, expected_sums = run(config, to_inputs(clean))
     assert loss == expected_loss
@@ -221,20 +224,18 @@ def test_huge_ratio_stays_finite(config, advantage, expected_loss, expected_grad
     np.testing.assert_allclose(grad_BT, [[expected_grad, 0.0]], rtol=RTOL)
 
 
-@pytest.mark.parametrize("type", ["ppo_clip", "gspo", "cispo"])
-def test_truncated_weight_makes_every_clipped_loss_push_like_aipo(type):
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.tis_max], ids=lambda c: c.type)
+def test_truncated_weight_makes_every_clipped_loss_push_like_aipo(config):
     """One optimizer step for each batch: old = pi, so the weight is all that is left of the correction."""
     inputs = to_inputs(make_inputs(11))
-    grad_BT = run(LossConfig(type=type, tis_max=2.5), inputs)[1]
-    np.testing.assert_allclose(grad_BT, run(LossConfig(type="aipo", aipo_rho_max=2.5), inputs)[1], rtol=1e-6)
+    grad_BT = run(LossConfig(type="aipo", aipo_rho_max=config.tis_max), inputs)[1]
+    np.testing.assert_allclose(run(config, inputs)[1], grad_BT, rtol=1e-6)
 
 
 def test_reference_kl_and_entropy_terms():
     arrays = make_inputs(13)
-    config = LossConfig(type="aipo", ref_kl_coef=0.3, entropy_coef=0.05)
-    plain = LossConfig(type="aipo")
-    loss, grad_BT, sums = run(config, to_inputs(arrays))
-    plain_loss, plain_grad_BT, _ = run(plain, to_inputs(arrays))
+    loss, grad_BT, sums = run(FULL, to_inputs(arrays))
+    plain_loss, plain_grad_BT, _ = run(LossConfig(type="aipo", aipo_rho_max=2.0), to_inputs(arrays))
     mask_BT = arrays["mask_BT"]
     gap_BT = arrays["ref_logp_BT"].astype(np.float64) - arrays["logp_BT"]
     kl_BT = np.where(mask_BT, np.exp(gap_BT) - gap_BT - 1, 0)
@@ -243,10 +244,12 @@ def test_reference_kl_and_entropy_terms():
     np.testing.assert_allclose(loss, plain_loss + 0.3 * kl_BT.sum() - 0.05 * entropy, rtol=RTOL)
     expected_grad_BT = plain_grad_BT + np.where(mask_BT, 0.3 * (1 - np.exp(gap_BT)), 0)
     np.testing.assert_allclose(grad_BT, expected_grad_BT, rtol=RTOL, atol=1e-6)
-    grads = jax.grad(lambda x: loss_sum(config, x)[0], allow_int=True)(to_inputs(arrays))
-    np.testing.assert_allclose(grads.entropy_BT, np.where(mask_BT, -0.05, 0), rtol=1e-6)
-    for name in ("sampler_logp_BT", "ref_logp_BT", "advantages_BT"):
-        assert not np.asarray(getattr(grads, name)).any(), name
+    inputs = to_inputs(arrays)
+    names = ("entropy_BT", "sampler_logp_BT", "ref_logp_BT", "advantages_BT")
+    grads = loss_of(FULL, {name: getattr(inputs, name) for name in names}, inputs)[1]
+    np.testing.assert_allclose(grads.pop("entropy_BT"), np.where(mask_BT, -0.05, 0), rtol=1e-6)
+    for name, grad in grads.items():
+        assert not np.asarray(grad).any(), name
 
 
 def test_reference_kl_without_reference_is_refused():
@@ -256,31 +259,32 @@ def test_reference_kl_without_reference_is_refused():
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_split_into_micro_batches_and_unpacking_change_nothing(config):
-    """Sums over single rows, and over single sequences at the start of their own row, add up to the same."""
+def test_micro_batches_and_packing_change_nothing(config):
+    """Two micro-batches with one sequence in each row add up to one micro-batch with two sequences in each row."""
     arrays = make_inputs(17)
     loss, grad_BT, sums = run(config, to_inputs(arrays))
-    rows = [run(config, to_inputs({k: v[b : b + 1] for k, v in arrays.items()})) for b in range(B)]
-    np.testing.assert_allclose(sum(row[0] for row in rows), loss, rtol=RTOL)
-    np.testing.assert_allclose(np.concatenate([row[1] for row in rows]), grad_BT, rtol=1e-6)
-    for name, value in sums.items():
-        np.testing.assert_allclose(sum(row[2][name] for row in rows), value, rtol=RTOL, atol=1e-6, err_msg=name)
     alone = {name: np.zeros((2 * B, T), value.dtype) for name, value in arrays.items()}
-    for i in range(2 * B):
-        b, mine_T = i // 2, arrays["segments_BT"][i // 2] == i % 2 + 1
+    places = [(i, i // 2, np.flatnonzero(arrays["segments_BT"][i // 2] == i % 2 + 1)) for i in range(2 * B)]
+    for i, b, mine_S in places:
         for name, value in arrays.items():
-            alone[name][i, : mine_T.sum()] = value[b, mine_T]
-    np.testing.assert_allclose(run(config, to_inputs(alone))[0], loss, rtol=RTOL)
+            alone[name][i, : len(mine_S)] = value[b, mine_S]
+    parts = [run(config, to_inputs({k: v[half] for k, v in alone.items()})) for half in (np.s_[:B], np.s_[B:])]
+    np.testing.assert_allclose(parts[0][0] + parts[1][0], loss, rtol=RTOL)
+    for name, value in sums.items():
+        np.testing.assert_allclose(parts[0][2][name] + parts[1][2][name], value, rtol=RTOL, atol=1e-6, err_msg=name)
+    alone_grad_BT = np.concatenate([part[1] for part in parts])
+    for i, b, mine_S in places:
+        np.testing.assert_allclose(alone_grad_BT[i, : len(mine_S)], grad_BT[b, mine_S], rtol=1e-6)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[6], CONFIGS[10], FULL], ids=lambda c: c.type)
 def test_rows_sharded_over_devices_change_nothing(config):
-    one = {k: np.concatenate([v, v[:1]]) for k, v in make_inputs(19).items()}
-    loss, grad_BT, sums = run(config, to_inputs(one))
+    arrays = make_inputs(19)
+    loss, grad_BT, sums = run(config, to_inputs(arrays))
     mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None))
     with jax.set_mesh(mesh):
-        sharded = run(config, jax.device_put(to_inputs(one), rows))
+        sharded = run(config, jax.device_put(to_inputs(arrays), rows))
     np.testing.assert_allclose(sharded[0], loss, rtol=RTOL)
     np.testing.assert_allclose(sharded[1], grad_BT, rtol=1e-6)
     for name, value in sums.items():
@@ -288,11 +292,11 @@ def test_rows_sharded_over_devices_change_nothing(config):
 
 
 @pytest.mark.parametrize("gap", [1e-6, -1e-4, 1e-3, 0.3, -5.0, 19.0, -40.0])
-def test_k3_is_exact_near_zero_and_far_away(gap):
+def test_k3_is_accurate_near_zero_and_far_away(gap):
     gap = float(np.float32(gap))
     expected = math.expm1(gap) - gap if abs(gap) > 1e-2 else gap**2 / 2 + gap**3 / 6 + gap**4 / 24
-    # expm1 and the difference each round at eps * |gap|
-    np.testing.assert_allclose(k3(jnp.full((1, 1), gap)), [[expected]], rtol=1e-6, atol=1.2e-7 * abs(gap))
+    # XLA's expm1 is good to a few ulp, and an ulp is 1.2e-7 * abs(gap); measured at most 2.1e-7
+    np.testing.assert_allclose(k3(jnp.full((1, 1), gap)), [[expected]], rtol=1e-6, atol=4e-7 * abs(gap))
 
 
 def test_means_divide_each_metric_by_its_own_tokens():
@@ -304,7 +308,6 @@ def test_means_divide_each_metric_by_its_own_tokens():
 
 def scaled(inputs: LossInputs, scale: float) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A custom loss: plain REINFORCE."""
-    assert isinstance(inputs, LossInputs)
     return -scale * inputs.advantages_BT * inputs.logp_BT, {"my_metric": jnp.sum(inputs.advantages_BT)}
 
 
@@ -321,7 +324,7 @@ HERE = str(Path(__file__))
 
 def test_custom_loss_from_a_file():
     arrays = make_inputs(23)
-    config = LossConfig(type="custom", import_path=f"{HERE}:scaled_without_check", kwargs={"scale": 2.5})
+    config = LossConfig(type="custom", import_path=f"{HERE}:scaled", kwargs={"scale": 2.5})
     loss, grad_BT, sums = run(config, to_inputs(arrays))
     adv_BT = np.where(arrays["mask_BT"], arrays["advantages_BT"], 0).astype(np.float64)
     np.testing.assert_allclose(loss, -2.5 * (adv_BT * arrays["logp_BT"]).sum(), rtol=RTOL)
@@ -330,12 +333,8 @@ def test_custom_loss_from_a_file():
     assert hash(config) != hash(LossConfig())
 
 
-def scaled_without_check(inputs: LossInputs, scale: float) -> tuple[jax.Array, dict[str, jax.Array]]:
-    return -scale * inputs.advantages_BT * inputs.logp_BT, {"my_metric": jnp.sum(inputs.advantages_BT)}
-
-
 @pytest.mark.parametrize(
-    ("function", "message"), [("scalar", r"shape \(\): expected \(3, 11\)"), ("taken", r"\['mismatch_kl'\]")]
+    ("function", "message"), [("scalar", r"shape \(\): expected \(4, 11\)"), ("taken", r"\['mismatch_kl'\]")]
 )
 def test_custom_loss_with_a_wrong_answer_is_refused(function, message):
     with pytest.raises(ValueError, match=message):
