@@ -3,6 +3,7 @@
 Knows neither tokens nor the policy: an advantage is broadcast to all sampled tokens of its rollout by packing. NumPy only.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -29,8 +30,11 @@ class LengthPenaltyConfig:
     """Weight of the turns; >= 0."""
 
     def __post_init__(self) -> None:
-        weights = ("num_output_tokens_weight", "num_input_tokens_weight", "num_turns_weight")
-        refuse(f"{w}={getattr(self, w)}: must be a finite number >= 0" for w in weights if not _in(getattr(self, w), 0))
+        refuse(
+            f"{name}={weight}: must be a finite number >= 0"
+            for name, weight in vars(self).items()
+            if not 0 <= weight < math.inf
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,7 @@ class AdvantageConfig:
     def __post_init__(self) -> None:
         refuse(
             [
-                None if _in(self.std_eps, 0) and self.std_eps else f"std_eps={self.std_eps}: must be > 0",
+                None if 0 < self.std_eps < math.inf else f"std_eps={self.std_eps}: must be a finite number > 0",
                 None if 0 <= self.ema_decay < 1 else f"ema_decay={self.ema_decay}: must be in [0, 1)",
                 "length_penalty: compares members of a group, reinforce_ema does not; drop it or choose another type"
                 if self.length_penalty and not self.needs_group
@@ -171,7 +175,3 @@ _GROUP_BASELINES: dict[str, Callable[[np.ndarray, AdvantageConfig], np.ndarray]]
     "rloo": _rloo,
     "max_rl": _max_rl,
 }
-
-
-def _in(value: float, low: float) -> bool:
-    return low <= value < float("inf")

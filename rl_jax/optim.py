@@ -157,8 +157,9 @@ def _muon(config: OptimConfig, roles: object) -> optax.GradientTransformation:
         specs = jax.tree.map(lambda x, role: _by_layer(x, role, ("fsdp", "tensor")), grads, matrices)
         state_specs = MuonState(count=PartitionSpec(), mu=specs, ns_coeffs=PartitionSpec())
         on_device = jax.shard_map(local.update, in_specs=(specs, state_specs), out_specs=(specs, state_specs))
-        updates, state = on_device(jax.tree.map(whole, grads, matrices), state)
-        return jax.tree.map(back, updates, matrices), state
+        updates, moved = on_device(jax.tree.map(whole, grads, matrices), state)
+        # shard_map respells the replicated sharding of the constants, which alone would compile the step again.
+        return jax.tree.map(back, updates, matrices), moved._replace(ns_coeffs=state.ns_coeffs)
 
     return optax.GradientTransformation(init, update)
 
@@ -172,7 +173,8 @@ def _by_layer(x: jax.Array, role: Role, without: tuple[str, ...]) -> PartitionSp
 def _longest_side(x: jax.Array, role: Role) -> int:
     assert role.matrix is not None
     return max(
-        math.prod(x.shape[i] for i in role.matrix.reduction_axis), math.prod(x.shape[i] for i in role.matrix.output_axis)
+        math.prod(x.shape[i] for i in role.matrix.reduction_axis),
+        math.prod(x.shape[i] for i in role.matrix.output_axis),
     )
 
 

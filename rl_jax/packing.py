@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Int32
 
 from rl_jax.config import refuse
 from rl_jax.types import Batch, Rollout
@@ -31,7 +31,7 @@ class PackingConfig:
         )
 
 
-def pack(rollouts: Sequence[Rollout], advantages: Sequence[float], config: PackingConfig) -> list[Batch]:
+def pack(rollouts: Sequence[Rollout], advantages: Sequence[float] | np.ndarray, config: PackingConfig) -> list[Batch]:
     """Pack the rollouts of a step, first-fit-decreasing, into micro-batches of [config.rows, config.seq_len].
 
     Same input, same output. Rows come longest rollout first, so the rows of one micro-batch cost about the same; the
@@ -46,12 +46,10 @@ def pack(rollouts: Sequence[Rollout], advantages: Sequence[float], config: Packi
     return _pack([_of_rollout(r, float(a)) for r, a in zip(rollouts, advantages, strict=True)], config)
 
 
-def pack_documents(
-    documents: Sequence[tuple[Int[np.ndarray, " T"], Bool[np.ndarray, " T"]]], config: PackingConfig
-) -> list[Batch]:
+def pack_documents(documents: Sequence[tuple[np.ndarray, np.ndarray]], config: PackingConfig) -> list[Batch]:
     """Pack (tokens_T, trained_T) pairs for supervised training; log-probabilities and advantages are 0.
 
-    `trained_T` marks the tokens to be predicted. The first has nothing before it, so its mark is ignored.
+    tokens_T is int32; trained_T is bool and marks the tokens to be predicted. The first has nothing before it, so its mark is ignored.
 
     Raises:
         ValueError: a document does not fit in a row, or its two arrays have different lengths.

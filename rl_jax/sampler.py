@@ -9,8 +9,9 @@ which one runs. No JAX here.
       |      <--- returns ---------  tokens carry v+1; prefixes cached under v are never used for v+1
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -87,11 +88,20 @@ class SamplerHealth:
     num_preemptions: int = 0
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """See the module. Every method may raise SamplerLost."""
 
     async def generate(self, request: Request) -> Completion:
         """Write one completion. Cancelling the call aborts the request."""
+        ...
+
+    async def generate_many(self, requests: Sequence[Request]) -> list[Completion]:
+        """Write the completions of one wave, in the order of its requests. Cancelling the call aborts all of them.
+
+        The wave is submitted whole: nothing of it starts before all of it is there, so that in a synchronous run the
+        batches, and with them every bit of the result, depend on the order of the requests only.
+        """
         ...
 
     async def publish(self, weights: object, version: int) -> None:

@@ -21,18 +21,25 @@ from packaging.requirements import Requirement
 from size_report import ROOT, sizes, source_files
 
 LAYERS = (  # low to high: a room imports itself and rooms of lower layers, never a neighbour
-    {"rl_jax.axes", "rl_jax.tree", "rl_jax.config", "rl_jax.types", "rl_jax.chat_template"},
-    {"rl_jax.mesh", "rl_jax.tokenizer"},
+    {"rl_jax.axes", "rl_jax.config", "rl_jax.types", "rl_jax.chat_template", "rl_jax.progress"},
+    {"rl_jax.mesh", "rl_jax.tokenizer", "rl_jax.sampler", "rl_jax.run_folder", "rl_jax.interrupt"},
     {"rl_jax.models", "rl_jax.losses", "rl_jax.optim", "rl_jax.metrics"}
-    | {"rl_jax.advantages", "rl_jax.packing", "rl_jax.envs"},
-    {"rl_jax.checkpoint", "bridge"},
+    | {"rl_jax.advantages", "rl_jax.packing", "rl_jax.envs", "rl_jax.http"},
+    {"rl_jax.checkpoint", "rl_jax.plot", "bridge"},
     {"rl_jax.trainer", "rl_jax.engine", "rl_jax.rollout"},
     {"rl_jax.orchestrator"},
     {"rl_jax.cli"},
-    {"rl_jax.train", "rl_jax.sft", "rl_jax.serve", "rl_jax.evaluate"},
+    {"rl_jax.rooms"},
+    {"rl_jax.session"},
+    {"rl_jax.train", "rl_jax.sft", "rl_jax.serve", "rl_jax.evaluate", "rl_jax.account"},
 )
 READ_THE_OUTSIDE = LAYERS[-1] | {"rl_jax.cli"}  # environment variables and the command line
-WITHOUT_JAX = {"rl_jax.config", "rl_jax.types", "rl_jax.tokenizer", "rl_jax.advantages", "rl_jax.packing"} | {
+WITHOUT_JAX = (
+    {"rl_jax.config", "rl_jax.types", "rl_jax.chat_template", "rl_jax.progress", "rl_jax.tokenizer", "rl_jax.sampler"}
+    | {"rl_jax.metrics", "rl_jax.advantages", "rl_jax.packing", "rl_jax.envs", "rl_jax.plot", "rl_jax.rollout"}
+    | {"rl_jax.orchestrator", "rl_jax.http", "rl_jax.interrupt", "rl_jax.account"}
+)
+JAX = {"rl_jax.config", "rl_jax.types", "rl_jax.tokenizer", "rl_jax.advantages", "rl_jax.packing"} | {
     "rl_jax.chat_template",
     "rl_jax.envs",
     "rl_jax.rollout",

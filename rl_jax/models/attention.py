@@ -3,7 +3,7 @@
 What the queries attend to is passed in (`Attend`): the trainer's packed batch here, the engine's paged cache there.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from rl_jax.models.norm import rms_norm
 from rl_jax.models.rope import rotate
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attend to whatever the caller keeps; returns the output and the cache with this layer's keys and values in it."""
 

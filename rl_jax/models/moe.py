@@ -32,6 +32,8 @@ class Routing:
     """int32"""
     weights_TA: jax.Array
     """float32"""
+    probs_TE: jax.Array
+    """float32, the router's softmax over all experts."""
 
 
 def moe_layer(
@@ -40,8 +42,8 @@ def moe_layer(
     w: dict[str, jax.Array],
     forced_BTA: Int[Array, "B T A"] | None,
     backend: GroupedMatmul,
-) -> tuple[Float[Array, "B T D"], Int[Array, "B T A"]]:
-    """Return the output of the experts and the expert ids of each token.
+) -> tuple[Float[Array, "B T D"], Int[Array, "B T A"], Float[Array, "B T E"]]:
+    """Return the output of the experts, and of each token the expert ids and the router's probabilities.
 
     Args:
         w: weights of one layer, gathered over fsdp: router_DE (float32, whole), gate_EDF, up_EDF, down_EFD.
@@ -54,7 +56,7 @@ def moe_layer(
     layer = jax.shard_map(
         partial(_moe_on_device, arch, backend),
         in_specs=specs + (batch,) * len(forced),
-        out_specs=(batch, batch),
+        out_specs=(batch, batch, batch),
     )
     return layer(x_BTD, *weights, *forced)
 
@@ -78,7 +80,7 @@ def route(
     weights_TA = jnp.einsum("TAE,TE->TA", chosen_TAE, probs_TE)
     if arch.normalise_routing:
         weights_TA = weights_TA / jnp.sum(weights_TA, axis=-1, keepdims=True)
-    return Routing(experts_TA=experts_TA, weights_TA=weights_TA)
+    return Routing(experts_TA=experts_TA, weights_TA=weights_TA, probs_TE=probs_TE)
 
 
 def _moe_on_device(
@@ -90,11 +92,12 @@ def _moe_on_device(
     up_EDF: jax.Array,
     down_EFD: jax.Array,
     *forced: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
     forced_TA = forced[0].reshape(x_TD.shape[0], -1) if forced else None
     routing = route(arch, x_TD, router_DE, forced_TA)
     experts_BTA = routing.experts_TA.reshape(*x_BTD.shape[:2], -1)
+    probs_BTE = routing.probs_TE.reshape(*x_BTD.shape[:2], -1)
     num_shards = lax.axis_size("expert")
     if num_shards > 1:
         gather = partial(lax.all_gather, axis_name="expert", axis=0, tiled=True)
@@ -105,7 +108,7 @@ def _moe_on_device(
     if num_shards > 1:
         y_TD = lax.psum_scatter(y_TD, "expert", scatter_dimension=0, tiled=True)
     y_TD = lax.psum(y_TD, "tensor")
-    return y_TD.reshape(x_BTD.shape).astype(x_BTD.dtype), experts_BTA
+    return y_TD.reshape(x_BTD.shape).astype(x_BTD.dtype), experts_BTA, probs_BTE
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -63,6 +63,8 @@ class Decoded:
     """The cache after all layers."""
     experts_LBTA: jax.Array | None
     """int32 expert ids of every token, None in a dense model."""
+    router_probs_LBTE: jax.Array | None
+    """float32 router probabilities, None in a dense model; costs nothing where it is not used."""
 
 
 def decoder(
@@ -87,7 +89,7 @@ def decoder(
     assert isinstance(layer_table, dict)
     x_BTD = embed(params["embed_VD"], tokens_BT).astype(forward.dtype)
 
-    def layer(carry: tuple[jax.Array, object], xs: tuple) -> tuple[tuple[jax.Array, object], jax.Array | None]:
+    def layer(carry: tuple[jax.Array, object], xs: tuple) -> tuple[tuple[jax.Array, object], tuple | None]:
         x_BTD, cache = carry
         index, stacked, forced_BTA = xs
         w = {_unstacked(name): _gather(value, layer_table[name], forward) for name, value in stacked.items()}
@@ -97,17 +99,21 @@ def decoder(
         normed_BTD = rms_norm(x_BTD, w["mlp_norm_D"], arch.norm_eps)
         if not arch.num_experts:
             return (x_BTD + _mlp(normed_BTD, w, ""), cache), None
-        y_BTD, experts_BTA = moe_layer(arch, normed_BTD, w, forced_BTA, forward.grouped_matmul)
+        y_BTD, experts_BTA, probs_BTE = moe_layer(arch, normed_BTD, w, forced_BTA, forward.grouped_matmul)
         if arch.shared_expert_width:
             y_BTD = y_BTD + _mlp(normed_BTD, w, "shared_")
-        return (x_BTD + y_BTD, cache), experts_BTA
+        return (x_BTD + y_BTD, cache), (experts_BTA, probs_BTE)
 
     xs = (jnp.arange(arch.num_layers, dtype=jnp.int32), params["layers"], forced_LBTA)
-    carry, experts_LBTA = lax.scan(_remat(layer, forward.remat), (x_BTD, cache), xs, unroll=forward.scan_unroll)
+    carry, routes = lax.scan(_remat(layer, forward.remat), (x_BTD, cache), xs, unroll=forward.scan_unroll)
     x_BTD, cache = carry
     final_norm_D = reshard(params["final_norm_D"], PartitionSpec(None))
+    experts_LBTA, probs_LBTE = routes or (None, None)
     return Decoded(
-        hidden_BTD=rms_norm(x_BTD, final_norm_D, arch.norm_eps), cache=cache, experts_LBTA=experts_LBTA
+        hidden_BTD=rms_norm(x_BTD, final_norm_D, arch.norm_eps),
+        cache=cache,
+        experts_LBTA=experts_LBTA,
+        router_probs_LBTE=probs_LBTE,
     )
 
 

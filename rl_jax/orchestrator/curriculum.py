@@ -31,6 +31,11 @@ class Curriculum:
         self._fruitless = dict.fromkeys(weights, 0)
         self._permutations: dict[str, tuple[int, Sequence[int]]] = {}
 
+    @property
+    def envs(self) -> tuple[str, ...]:
+        """The environments."""
+        return tuple(self._weights)
+
     def next(self) -> tuple[str, int]:
         """Return (environment, task index)."""
         for env, weight in self._weights.items():

@@ -41,7 +41,7 @@ CHECKS = {
     "rollout ids that were given out and have no row": """
         SELECT rollout_id + 1 FROM rollouts r WHERE rollout_id < (SELECT max(rollout_id) FROM rollouts)
             AND NOT EXISTS (SELECT 1 FROM rollouts n WHERE n.rollout_id = r.rollout_id + 1)
-        UNION SELECT 0 FROM rollouts HAVING min(rollout_id) > 0""",
+        UNION SELECT 0 WHERE (SELECT min(rollout_id) FROM rollouts) > 0""",
     "status differs from the last event": """
         SELECT r.rollout_id FROM rollouts r JOIN events e ON e.position =
             (SELECT max(position) FROM events WHERE rollout_id = r.rollout_id)
@@ -110,11 +110,7 @@ class Ledger:
             raise self._fault(error) from error
         version = int(self._rows("PRAGMA user_version")[0][0])
         if version == 0 and not self._rows("SELECT 1 FROM sqlite_master"):
-            self._rows("PRAGMA journal_mode = WAL")
-            for statement in SCHEMA.split(";"):
-                self._rows(statement)
-            self._rows(f"PRAGMA user_version = {VERSION}")
-            self.flush()
+            self._create()
         elif version != VERSION:
             self._connection.close()
             raise LedgerError(f"{path}: ledger of version {version}: expected {VERSION}; use another run folder")
@@ -172,19 +168,20 @@ class Ledger:
                 "resume in the run folder that holds both"
             )
         changed = self._rows(
-            "SELECT rollout_id, (SELECT max(position) FROM events WHERE rollout_id = r.rollout_id AND position <= ?) "
-            "FROM rollouts r WHERE reason IS NOT ? AND (status = 'in_flight' "
-            "OR EXISTS (SELECT 1 FROM events WHERE rollout_id = r.rollout_id AND position > ?))",
-            (position, REWOUND, position),
+            "SELECT rollout_id, reason, (SELECT max(position) FROM events "
+            "WHERE rollout_id = r.rollout_id AND position <= ?) FROM rollouts r WHERE status = 'in_flight' "
+            "OR EXISTS (SELECT 1 FROM events WHERE rollout_id = r.rollout_id AND position > ?)",
+            (position, position),
         )
         num_dropped = 0
-        for rollout_id, event in changed:
+        for rollout_id, reason_now, event in changed:
             then = self._rows("SELECT status, step, reason FROM events WHERE position IS ?", (event,))
             status, step, reason = then[0] if then else ("in_flight", None, None)
-            if status == "in_flight":
-                status, reason = "dropped", REWOUND
+            if status != "in_flight":
+                self._set(int(rollout_id), status, step, reason)
+            elif reason_now != REWOUND:
+                self._set(int(rollout_id), "dropped", None, REWOUND)
                 num_dropped += 1
-            self._set(int(rollout_id), status, step, reason)
         self.flush()
         return num_dropped
 
@@ -215,8 +212,8 @@ class Ledger:
             by_reason={str(reason): str(detail) for reason, detail in details},
         )
 
-    def check(self) -> None:
-        """Raise LedgerError listing every way in which rows and events contradict each other."""
+    def faults(self) -> list[str]:
+        """Return every way in which rows and events contradict each other; none if the account balances."""
         faults = []
         for what, query in CHECKS.items():
             ids = [int(row[0]) for row in self._rows(query)]
@@ -224,14 +221,25 @@ class Ledger:
                 faults.append(f"{what}: {len(ids)}, first rollouts {ids[:5]}")
         account = self.account()
         if not account.balances:
-            faults.append(f"dispatched {account.dispatched} is not the sum of the rest: {account}")
-        if faults:
+            faults.append(f"dispatched={account.dispatched} is not the sum of the rest: {account}")
+        return faults
+
+    def check(self) -> None:
+        """Raise LedgerError listing all `faults`."""
+        if faults := self.faults():
             raise LedgerError(f"{self.path}: does not balance\n" + "\n".join(faults))
 
     def close(self) -> None:
         """Commit and close the file."""
         self.flush()
         self._connection.close()
+
+    def _create(self) -> None:
+        try:
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT")
+        except sqlite3.Error as error:
+            raise self._fault(error) from error
 
     def _move(
         self,

@@ -9,7 +9,7 @@ a value, `Failure`; a lost sampler is an error, for whoever dispatches to try ag
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -89,6 +89,7 @@ class Failure:
 Outcome: TypeAlias = Rollout | Failure
 
 
+@runtime_checkable
 class Pool(Protocol):
     """What an episode needs of environments; rl_jax/envs/pool.py has it. All may raise EnvError."""
 
@@ -109,6 +110,7 @@ class Pool(Protocol):
         ...
 
 
+@runtime_checkable
 class ChatTokenizer(Protocol):
     """What an episode needs of a tokenizer; rl_jax/tokenizer.py has it."""
 
@@ -209,8 +211,9 @@ class Player:
 
     async def _run(self, draws: Sequence[Draw], *, is_lockstep: bool) -> list[list[Outcome]]:
         groups: list[list[_Episode]] = [[] for _ in draws]
+        deadline = asyncio.timeout(self.config.rollout_timeout_s or None)
         try:
-            async with asyncio.timeout(self.config.rollout_timeout_s or None) as deadline:
+            async with deadline:
                 await _together(self._open(draw, group) for draw, group in zip(draws, groups, strict=True))
                 await self._play([e for group in groups for e in group], is_lockstep)
         except TimeoutError:
@@ -250,9 +253,7 @@ class Player:
             failure = (DropReason.REWARD_ERROR, f"{draw.env}: prompt of task {draw.task_id}: {error}")
         else:
             failure = self._refuse_prompt(draw, len(tokens_T))
-        prompt = Prompt(
-            group_id=draw.group_id, env=draw.env, task_id=draw.task_id, tokens_T=tokens_T, seed=self._seed
-        )
+        prompt = Prompt(group_id=draw.group_id, env=draw.env, task_id=draw.task_id, tokens_T=tokens_T, seed=self._seed)
         for member, rollout_id in enumerate(draw.rollout_ids):
             episode = _Episode(prompt, chat, member, rollout_id, Transcript(tokens_T))
             if failure:

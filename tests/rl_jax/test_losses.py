@@ -65,6 +65,7 @@ def to_inputs(arrays: dict[str, np.ndarray]) -> LossInputs:
     return LossInputs(**{name: jnp.asarray(value) for name, value in arrays.items()})
 
 
+@functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.value_and_grad, argnums=1, has_aux=True)
 def loss_of(config: LossConfig, floats: dict[str, jax.Array], rest: LossInputs) -> tuple[jax.Array, dict]:
     return loss_sum(config, dataclasses.replace(rest, **floats))
@@ -197,31 +198,34 @@ def test_zero_advantage_has_no_policy_gradient(config):
     assert sums["loss/policy"] == 0.0
 
 
+GAP = float(np.float32(-0.1) - np.float32(-120.0))
+
+
 @pytest.mark.parametrize(
     ("config", "advantage", "expected_loss", "expected_grad"),
     [
-        (LossConfig(kl_tau=0.0), 2.0, 0.0, 0.0),  # pi - mu = 0.9 > 0.2: masked
-        (LossConfig(kl_tau=0.0), -2.0, 2 * math.exp(20), 0.0),  # not masked: the guard holds exp at 20
-        (LossConfig(type="aipo"), 2.0, 8 * 2 * 0.1, -16.0),
-        (LossConfig(type="aipo_surrogate"), 2.0, -16.0, 0.0),
-        (LossConfig(type="ppo_clip"), 2.0, -2.4, 0.0),
-        (LossConfig(type="ppo_clip", tis_max=3.0), 2.0, -6.0, -6.0),
-        (LossConfig(type="cispo"), -2.0, -5 * 2 * 0.1, 10.0),
-        (LossConfig(type="gspo"), 2.0, -2 * (1 + 4e-4), 0.0),
+        (CONFIGS[0], 2.0, 1e-3 * GAP**2, 2e-3 * GAP),  # pi - mu = 0.9 > 0.2: masked, the KL term stays
+        (CONFIGS[0], -2.0, 2 * math.exp(20) + 1e-3 * GAP**2, 2e-3 * GAP),  # not masked: the guard holds exp at 20
+        (CONFIGS[3], 2.0, 2 * 2 * 0.1, -4.0),
+        (CONFIGS[4], 2.0, -4.0, 0.0),
+        (CONFIGS[5], 2.0, -2 * 1.28, 0.0),
+        (CONFIGS[6], 2.0, -2 * 1.3, 0.0),
+        (CONFIGS[7], -2.0, -2 * 2.5 * 0.1, 5.0),
+        (CONFIGS[8], 2.0, -4.0, -4.0),
     ],
+    ids=lambda value: value.type if isinstance(value, LossConfig) else "",
 )
 def test_huge_ratio_stays_finite(config, advantage, expected_loss, expected_grad):
-    arrays = {
-        "logp_BT": np.full((1, 2), -0.1, np.float32),
-        "entropy_BT": np.zeros((1, 2), np.float32),
-        "sampler_logp_BT": np.full((1, 2), -120.0, np.float32),
-        "advantages_BT": np.full((1, 2), advantage, np.float32),
-        "mask_BT": np.array([[True, False]]),
-        "segments_BT": np.ones((1, 2), np.int32),
-    }
-    loss, grad_BT, _ = run(config, LossInputs(ref_logp_BT=None, **{k: jnp.asarray(v) for k, v in arrays.items()}))
+    here = (1, 3)
+    arrays = make_inputs(29)
+    for name, value in (("logp_BT", -0.1), ("sampler_logp_BT", -120.0), ("advantages_BT", advantage)):
+        arrays[name][here] = value
+    arrays["mask_BT"][:] = False
+    arrays["mask_BT"][here] = True
+    loss, grad_BT, _ = run(config, to_inputs(arrays))
     np.testing.assert_allclose(loss, expected_loss, rtol=RTOL)
-    np.testing.assert_allclose(grad_BT, [[expected_grad, 0.0]], rtol=RTOL)
+    np.testing.assert_allclose(grad_BT[here], expected_grad, rtol=RTOL)
+    assert np.count_nonzero(grad_BT) == (expected_grad != 0)
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS if c.tis_max], ids=lambda c: c.type)

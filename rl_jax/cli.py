@@ -1,0 +1,230 @@
+"""The run's config and its checks across rooms, shared by the entry modules (step 1 of docs/walk.md).
+
+A room checks its own Config; what two rooms must agree on is checked here, before anything starts.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from rl_jax.advantages import AdvantageConfig
+from rl_jax.checkpoint import CheckpointConfig
+from rl_jax.config import ConfigError, load, refuse, to_toml
+from rl_jax.engine.config import EngineConfig
+from rl_jax.envs.pool import PoolConfig
+from rl_jax.envs.registry import EnvConfig
+from rl_jax.losses import LossConfig
+from rl_jax.mesh import MeshConfig
+from rl_jax.metrics import MetricsConfig
+from rl_jax.models.architecture import Architecture, read_architecture
+from rl_jax.models.schema import mesh_faults
+from rl_jax.models.transformer import ForwardConfig
+from rl_jax.optim import OptimConfig
+from rl_jax.orchestrator.config import OrchestratorConfig
+from rl_jax.packing import PackingConfig
+from rl_jax.rollout.canary import CanaryConfig
+from rl_jax.rollout.episode import EpisodeConfig
+from rl_jax.rollout.evaluation import EvaluateConfig
+from rl_jax.trainer.loop import TrainerConfig
+from rl_jax.trainer.supervised import SftConfig
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """What the run is called, where its folder is, and how long it trains."""
+
+    name: str = "run"
+    """Name of the run; its folder is <dir>/<name>-<time>."""
+    dir: str = "runs"
+    """Directory of the run folders."""
+    steps: int = 100
+    """Training steps of the whole run, those before a resume included."""
+    seed: int = 0
+    """Seed of initial weights, task order and sampling: the same seed and config repeat a synchronous run bit by bit."""
+
+    def __post_init__(self) -> None:
+        refuse(
+            [
+                None if self.steps >= 0 else f"steps={self.steps}: must be at least 0",
+                None if self.seed >= 0 else f"seed={self.seed}: must be at least 0",
+                None if self.name and "/" not in self.name else f"name={self.name!r}: must be a plain folder name",
+            ]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which policy: a Hugging Face directory, or a shape that is made from scratch."""
+
+    path: str = ""
+    """Hugging Face directory (config.json, safetensors, tokenizer.json) of the Llama, Qwen3 or Qwen3-MoE family."""
+    architecture: Architecture | None = None
+    """Shape of a policy made from scratch with a byte-level tokenizer; instead of path."""
+
+    def __post_init__(self) -> None:
+        refuse(
+            [
+                None
+                if bool(self.path) != (self.architecture is not None)
+                else f"path={self.path!r}: give either model.path or a table model.architecture, not both and not none"
+            ]
+        )
+
+    def resolve(self) -> Architecture:
+        """Return the shape; reads config.json if there is a path."""
+        return self.architecture or read_architecture(self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run is. Sections are rooms of the code; a room sees its own section only."""
+
+    run: RunSection = field(default_factory=RunSection)
+    """Name, folder, length, seed."""
+    model: ModelConfig
+    """The policy."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Devices of the trainer."""
+    forward: ForwardConfig = field(default_factory=ForwardConfig)
+    """How the model computes, in trainer and embedded sampler."""
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    """Shape of a micro-batch."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """What a training step does beyond loss and optimizer."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """Optimizer of RL."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Policy loss."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    """From the rewards of a group to advantages."""
+    envs: tuple[EnvConfig, ...] = ()
+    """Environments that are trained on, mixed by weight."""
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """Worker processes of the environments."""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """Sampling of training rollouts."""
+    sampler: EngineConfig = field(default_factory=EngineConfig)
+    """The sampler."""
+    orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
+    """Batches, groups, staleness, concurrency."""
+    sft: SftConfig = field(default_factory=SftConfig)
+    """Supervised training: the warm start of a run, or all of python -m rl_jax.sft."""
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    """Held-out tasks."""
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
+    """Agreement of trainer and sampler on fixed prompts."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints of the run."""
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """Where metrics go."""
+
+    @property
+    def all_envs(self) -> tuple[EnvConfig, ...]:
+        """Environments of training, evaluation and warm start: the worker processes hold them all."""
+        return (*self.envs, *self.evaluate.envs, *self.sft.envs)
+
+
+def check(config: RunConfig, arch: Architecture, needs_envs: bool = True) -> None:
+    """Refuse what rooms disagree on.
+
+    Args:
+        needs_envs: whether the command samples from config.envs.
+    Raises:
+        ConfigError: with every fault.
+    """
+    refuse(
+        [
+            *mesh_faults(arch, vars(config.mesh)),
+            *_faults_of_lengths(config, arch),
+            *_faults_of_envs(config),
+            *(_faults_of_rl(config, arch) if needs_envs else ()),
+        ]
+    )
+
+
+def _faults_of_lengths(config: RunConfig, arch: Architecture) -> Iterator[str]:
+    seq_len, context, max_tokens = config.packing.seq_len, config.sampler.max_len, config.episode.max_tokens
+    shards = config.mesh.num_batch_shards
+    if config.packing.rows % shards:
+        near = max(shards, round(config.packing.rows / shards) * shards)
+        yield f"packing.rows={config.packing.rows}: the mesh splits rows {shards} ways (data*fsdp*expert); try {near}"
+    if context > seq_len:
+        yield f"sampler.max_len={context}: a rollout must fit in a row of packing.seq_len={seq_len}; raise seq_len"
+    if context > arch.max_positions:
+        yield f"sampler.max_len={context}: the model has max_positions={arch.max_positions}"
+    if max_tokens >= context:
+        yield f"episode.max_tokens={max_tokens}: leaves no room for a prompt in sampler.max_len={context}"
+
+
+def _faults_of_envs(config: RunConfig) -> Iterator[str]:
+    labels = [env.label for env in config.all_envs]
+    for label in sorted({label for label in labels if labels.count(label) > 1}):
+        yield f"envs: {label!r} names {labels.count(label)} environments of envs, evaluate.envs, sft.envs; set name"
+
+
+def _faults_of_rl(config: RunConfig, arch: Architecture) -> Iterator[str]:
+    group_size = config.orchestrator.group_size
+    if not config.envs:
+        yield "envs: no environment to train on; add [[envs]] with an id"
+    if config.advantage.needs_group and group_size < 2:
+        yield (
+            f"orchestrator.group_size={group_size}: advantage.type={config.advantage.type!r} compares members of a "
+            "group, so with 1 every advantage is 0; use at least 2 (8 or 16 are common) or type 'reinforce_ema'"
+        )
+    if config.episode.temperature <= 0:
+        yield f"episode.temperature={config.episode.temperature}: greedy groups have no variety; use 1.0"
+    if config.trainer.router_replay and not arch.num_experts:
+        yield "trainer.router_replay=true: the model has no experts"
+    if config.trainer.router_replay and not config.episode.return_routed_experts:
+        yield "trainer.router_replay=true: set episode.return_routed_experts=true, the sampler must say its routes"
+
+
+def parser(command: str, description: str) -> argparse.ArgumentParser:
+    """Return the argument parser that all entries share."""
+    args = argparse.ArgumentParser(prog=f"python -m rl_jax.{command}", description=description)
+    args.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML file; several merge in order")
+    args.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override one key")
+    args.add_argument("--dry-run", action="store_true", help="print the resolved config and what would run, and stop")
+    return args
+
+
+def load_config(args: argparse.Namespace, base: Sequence[Path] = ()) -> RunConfig:
+    """Load the RunConfig of parsed arguments on top of `base` files."""
+    if not args.config and not base:
+        raise ConfigError(["--config: give a TOML file, for example --config configs/reverse_text.toml"])
+    return load(RunConfig, [*base, *args.config], args.set)
+
+
+def print_plan(config: RunConfig, lines: Sequence[str]) -> None:
+    """Print the resolved config and what would run."""
+    print(to_toml(config))
+    print("\n".join(f"# {line}" for line in lines))
+
+
+def run_entry(entry: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run an entry; what the user can mend becomes a message and an exit code, not a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    console = Console(stderr=True, soft_wrap=True)
+    try:
+        return entry(args)
+    except ConfigError as error:
+        console.print(f"[bold red]cannot run[/]: {len(error.faults)} fault(s)", highlight=False)
+        for fault in error.faults:
+            console.print(f"  - {fault}", markup=False, highlight=False)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        console.print("[bold]stopped[/]")
+        return EXIT_INTERRUPTED
+
+
+def arguments(args: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse `argv`, or the command line if None."""
+    return args.parse_args(sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,108 @@
+"""What replies of several routes have in common: token counts, versions, log-probabilities, server-sent events."""
+
+import functools
+import itertools
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+
+import numpy as np
+from aiohttp import web
+
+from rl_jax.http.errors import Refused, body_of
+from rl_jax.sampler import SamplerLost
+from rl_jax.tokenizer import Tokenizer
+
+Body = Mapping[str, object]
+
+# A log-probability that is no number must not leave as one: JSON has none, and a client would train on what it reads.
+dumps = functools.partial(json.dumps, allow_nan=False)
+
+
+def json_reply(body: Body) -> web.Response:
+    """Return a JSON response."""
+    return web.json_response(body, dumps=dumps)
+
+
+def usage(num_prompt_tokens: int, num_sampled_tokens: int, num_cached_tokens: int) -> Body:
+    """Return token counts: a prompt counts once, however many completions it has."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "total_tokens": num_prompt_tokens + num_sampled_tokens,
+        "completion_tokens": num_sampled_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+def version_spans(versions_T: np.ndarray) -> list[Body]:
+    """Return which policy version made which tokens: [4, 4, 5] is 4 from 0 to 2, 5 from 2 to 3."""
+    if not len(versions_T):
+        return []
+    cuts = [0, *(np.flatnonzero(np.diff(versions_T)) + 1).tolist(), len(versions_T)]
+    return [
+        {"version": str(versions_T[start]), "start": start, "end": end}
+        for start, end in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
+
+
+def token_logprobs(tokens_T: np.ndarray, logprobs_T: np.ndarray, *, with_top: bool) -> Body:
+    """Return log-probabilities by token id, under both names that clients look for."""
+    content = []
+    for token_id, logprob in zip(tokens_T.tolist(), logprobs_T.tolist(), strict=True):
+        entry = {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob}
+        content.append({**entry, "top_logprobs": [entry] if with_top else []})
+    return {"content": content}
+
+
+def token_texts(tokenizer: Tokenizer, tokens_T: np.ndarray) -> list[str]:
+    """Return the text of each token alone, special tokens spelled out; part of a character is U+FFFD."""
+    return [tokenizer.decode([token_id], skip_special=False) for token_id in tokens_T.tolist()]
+
+
+def chat_logprobs(texts: Sequence[str], logprobs_T: np.ndarray) -> Body:
+    """Return log-probabilities in the form of chat completions."""
+    content = [
+        {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "top_logprobs": [],
+        }
+        for text, logprob in zip(texts, logprobs_T.tolist(), strict=True)
+    ]
+    return {"content": content}
+
+
+def completion_logprobs(texts: Sequence[str], logprobs_T: np.ndarray, num_chars: int) -> Body:
+    """Return log-probabilities in the form of text completions; the first token begins after `num_chars` characters."""
+    offsets = itertools.accumulate(map(len, texts), initial=num_chars)
+    return {
+        "tokens": list(texts),
+        "token_logprobs": logprobs_T.tolist(),
+        "top_logprobs": None,
+        "text_offset": list(offsets)[:-1],
+    }
+
+
+async def send_events(request: web.Request, chunks: AsyncGenerator[Body, None]) -> web.StreamResponse:
+    """Send chunks as server-sent events, then [DONE]. What fails before the first chunk gets a status of its own."""
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(_event(dumps(chunk)))
+            await response.write(_event("[DONE]"))
+        except (Refused, SamplerLost) as error:
+            if not response.prepared:
+                raise
+            await response.write(_event(dumps(body_of(error))))
+    await response.write_eof()
+    return response
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()
