@@ -23,6 +23,13 @@ from rl_jax.models.architecture import Architecture, to_hf_config
 from rl_jax.models.schema import Param, Params, abstract_params, flat_table
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
 _MAX_LISTED = 8
 
 
@@ -62,7 +69,7 @@ def save_params(
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
     (aside / "config.json").write_text(json.dumps(to_hf_config(arch) | {"dtype": "bfloat16"}, indent=1))
     if tokenizer_dir is not None:
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        for name in _TOKENIZER_FILES:
             if (Path(tokenizer_dir) / name).is_file():
                 shutil.copy(Path(tokenizer_dir) / name, aside / name)
     aside.rename(target)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -132,32 +133,34 @@ class RunConfig:
         return (*self.envs, *self.evaluate.envs, *self.sft.envs)
 
 
-def check(config: RunConfig, arch: Architecture, needs_envs: bool = True) -> None:
-    """Refuse what rooms disagree on.
+def check(config: RunConfig, arch: Architecture, does: Literal["rl", "sft", "sample"]) -> None:
+    """Refuse what rooms disagree on, for a command that does RL, supervised training, or sampling only.
 
-    Args:
-        needs_envs: whether the command samples from config.envs.
     Raises:
         ConfigError: with every fault.
     """
     refuse(
         [
-            *mesh_faults(arch, vars(config.mesh)),
-            *_faults_of_lengths(config, arch),
+            *(mesh_faults(arch, vars(config.mesh)) if does != "sample" else ()),
+            *(_faults_of_rows(config, arch) if does != "sample" else ()),
+            *(_faults_of_context(config, arch) if does != "sft" else ()),
             *_faults_of_envs(config),
-            *(_faults_of_rl(config, arch) if needs_envs else ()),
+            *(_faults_of_rl(config, arch) if does == "rl" else ()),
         ]
     )
 
 
-def _faults_of_lengths(config: RunConfig, arch: Architecture) -> Iterator[str]:
-    seq_len, context, max_tokens = config.packing.seq_len, config.sampler.max_len, config.episode.max_tokens
-    shards = config.mesh.num_batch_shards
-    if config.packing.rows % shards:
-        near = max(shards, round(config.packing.rows / shards) * shards)
-        yield f"packing.rows={config.packing.rows}: the mesh splits rows {shards} ways (data*fsdp*expert); try {near}"
-    if context > seq_len:
-        yield f"sampler.max_len={context}: a rollout must fit in a row of packing.seq_len={seq_len}; raise seq_len"
+def _faults_of_rows(config: RunConfig, arch: Architecture) -> Iterator[str]:
+    rows, seq_len, shards = config.packing.rows, config.packing.seq_len, config.mesh.num_batch_shards
+    if rows % shards:
+        near = max(shards, round(rows / shards) * shards)
+        yield f"packing.rows={rows}: the mesh splits rows {shards} ways (data*fsdp*expert); try {near}"
+    if seq_len > arch.max_positions and not config.model.architecture:
+        yield f"packing.seq_len={seq_len}: the model has max_positions={arch.max_positions}"
+
+
+def _faults_of_context(config: RunConfig, arch: Architecture) -> Iterator[str]:
+    context, max_tokens = config.sampler.max_len, config.episode.max_tokens
     if context > arch.max_positions:
         yield f"sampler.max_len={context}: the model has max_positions={arch.max_positions}"
     if max_tokens >= context:
@@ -171,7 +174,9 @@ def _faults_of_envs(config: RunConfig) -> Iterator[str]:
 
 
 def _faults_of_rl(config: RunConfig, arch: Architecture) -> Iterator[str]:
-    group_size = config.orchestrator.group_size
+    group_size, context, seq_len = config.orchestrator.group_size, config.sampler.max_len, config.packing.seq_len
+    if context > seq_len:
+        yield f"sampler.max_len={context}: a rollout must fit in a row of packing.seq_len={seq_len}; make them equal"
     if not config.envs:
         yield "envs: no environment to train on; add [[envs]] with an id"
     if config.advantage.needs_group and group_size < 2:
@@ -201,6 +206,30 @@ def load_config(args: argparse.Namespace, base: Sequence[Path] = ()) -> RunConfi
     if not args.config and not base:
         raise ConfigError(["--config: give a TOML file, for example --config configs/reverse_text.toml"])
     return load(RunConfig, [*base, *args.config], args.set)
+
+
+def load_policy_config(args: argparse.Namespace) -> tuple[RunConfig, Path]:
+    """Load the config of a command that samples from a policy: the run's own, under --config and --set.
+
+    Returns:
+        The config and the policy's directory: --policy, or model.path without it.
+    """
+    if not args.policy:
+        config = load_config(args)
+        if not config.model.path:
+            raise ConfigError(["--policy: give a run folder, a checkpoint, or a Hugging Face directory"])
+        return config, Path(config.model.path)
+    policy = Path(args.policy)
+    if not policy.is_dir():
+        raise ConfigError([f"--policy {policy}: no such directory"])
+    base = next((folder / "config.toml" for folder in (policy, *policy.parents[:2]) if _is_run(folder)), None)
+    if base is None and not args.config:
+        return load(RunConfig, [], [f'model.path="{policy}"', *args.set]), policy
+    return load(RunConfig, [*([base] if base else []), *args.config], args.set), policy
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "config.toml").is_file()
 
 
 def print_plan(config: RunConfig, lines: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from rl_jax.config import ConfigError
 from rl_jax.engine.sampler import EmbeddedSampler
 from rl_jax.envs.errors import EnvError
 from rl_jax.envs.pool import EnvPool
-from rl_jax.models.architecture import Architecture
+from rl_jax.models.architecture import Architecture, read_architecture
 from rl_jax.models.schema import Params, init_params
 from rl_jax.rollout.documents import read_documents, solved_tasks
 from rl_jax.rollout.episode import EpisodeConfig, Player
@@ -48,7 +48,7 @@ def load_start(config: RunConfig, arch: Architecture, mesh: Mesh) -> Params:
 def load_policy(path: Path, mesh: Mesh) -> tuple[Architecture, Params]:
     """Return architecture and float32 weights of a run folder, a checkpoint of one, or a Hugging Face directory."""
     if (path / "config.json").is_file():
-        arch = hf.read_architecture(path)
+        arch = read_architecture(path)
         return arch, hf.load_params(path, arch, mesh)
     meta, params = checkpoint.load_params(path, mesh)
     return meta.architecture, params

@@ -56,7 +56,7 @@ class Session:
         self.folder = folder
         self.dashboard = dashboard
         self.arch = config.model.resolve()
-        check(config, self.arch)
+        check(config, self.arch, "rl")
         self.tokenizer = rooms.load_tokenizer(config, self.arch)
         self.mesh = make_mesh(config.mesh)
         self._stack = ExitStack()

@@ -7,7 +7,7 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rl_jax import cli
@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     config = cli.load_config(args, [resumed.config] if resumed else [])
     if args.dry_run:
         arch = config.model.resolve()
-        cli.check(config, arch)
+        cli.check(config, arch, "rl")
         cli.print_plan(config, _plan(config, num_params(arch), num_active_params(arch)))
         return 0
     with Dashboard(console()) as dashboard:

@@ -10,7 +10,9 @@ from rl_jax.sampler import SamplerLost
 class Refused(Exception):
     """A request that is answered with an error; `message` says what, got, expected."""
 
-    def __init__(self, message: str, *, status: int = 400, kind: str = "invalid_request_error", code: str | None = None):
+    def __init__(
+        self, message: str, *, status: int = 400, kind: str = "invalid_request_error", code: str | None = None
+    ):
         super().__init__(message)
         self.status, self.kind, self.code = status, kind, code
 

@@ -106,10 +106,10 @@ class Fields:
         raw: dict[str, object] = self.take(key, {}, "an object", lambda v: isinstance(v, dict))
         return Fields(raw, f"{self._where}{key}.", self._faults)
 
-    def neutral(self, key: str, *values: object) -> None:
+    def neutral(self, key: str, *values: object, reason: str = "this server cannot do it") -> None:
         """Allow a key that other servers know, but only with a value that asks for nothing."""
-        shown = " or ".join(json.dumps(value) for value in values)
-        self.take(key, None, f"{shown}: this server cannot do it" if values else "null", lambda v: _is_one_of(v, values))
+        shown = " or ".join([*map(json.dumps, values), "null"])
+        self.take(key, None, f"{shown}: {reason}", lambda v: _is_one_of(v, values))
 
     def ignore(self, *keys: str) -> None:
         """Allow keys that change no token."""

@@ -1,9 +1,9 @@
 """The requests being sampled: each can be followed, aborted or held back by its id. Knows no HTTP and no text.
 
-    sample --> gate --> sampler.stream --> Piece, Piece ... Piece with its finish
-                |            |
-                |            +-- abort, or a caller that leaves: the sampler's request is cancelled, its slot is free
-                +-- closed by pause: what comes later waits here until resume
+sample --> gate --> sampler.stream --> Piece, Piece ... Piece with its finish
+            |            |
+            |            +-- abort, or a caller that leaves: the sampler's request is cancelled, its slot is free
+            +-- closed by pause: what comes later waits here until resume
 """
 
 import asyncio

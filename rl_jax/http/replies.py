@@ -10,7 +10,8 @@ import numpy as np
 from aiohttp import web
 
 from rl_jax.http.errors import Refused, body_of
-from rl_jax.sampler import SamplerLost
+from rl_jax.http.order import Order
+from rl_jax.sampler import Completion, SamplerLost
 from rl_jax.tokenizer import Tokenizer
 
 Body = Mapping[str, object]
@@ -24,13 +25,16 @@ def json_reply(body: Body) -> web.Response:
     return web.json_response(body, dumps=dumps)
 
 
-def usage(num_prompt_tokens: int, num_sampled_tokens: int, num_cached_tokens: int) -> Body:
+def usage(order: Order, completions: Sequence[Completion]) -> Body:
     """Return token counts: a prompt counts once, however many completions it has."""
+    num_prompt = sum(map(len, order.prompts_P_T))
+    num_sampled = sum(len(completion.tokens_T) for completion in completions)
+    num_cached = sum(completion.num_cached_tokens for completion in completions[:: order.num_choices])
     return {
-        "prompt_tokens": num_prompt_tokens,
-        "total_tokens": num_prompt_tokens + num_sampled_tokens,
-        "completion_tokens": num_sampled_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        "prompt_tokens": num_prompt,
+        "total_tokens": num_prompt + num_sampled,
+        "completion_tokens": num_sampled,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
@@ -39,10 +43,7 @@ def version_spans(versions_T: np.ndarray) -> list[Body]:
     if not len(versions_T):
         return []
     cuts = [0, *(np.flatnonzero(np.diff(versions_T)) + 1).tolist(), len(versions_T)]
-    return [
-        {"version": str(versions_T[start]), "start": start, "end": end}
-        for start, end in zip(cuts[:-1], cuts[1:], strict=True)
-    ]
+    return [{"version": str(versions_T[start]), "start": start, "end": end} for start, end in itertools.pairwise(cuts)]
 
 
 def token_logprobs(tokens_T: np.ndarray, logprobs_T: np.ndarray, *, with_top: bool) -> Body:
