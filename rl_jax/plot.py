@@ -25,17 +25,13 @@ class Panel:
 
 
 PANELS = (
-    Panel(title="Reward", patterns=("train/agg/*reward/mean", "eval/*/reward/mean", "eval/*/avg@*"), is_fraction=True),
-    Panel(title="Exact match", patterns=("train/*/exact/mean", "eval/*/exact/mean", "eval/*exact*"), is_fraction=True),
-    Panel(
-        title="Mismatch KL, trainer against sampler",
-        patterns=("mismatch_kl/all/mean", "mismatch_kl/all/p99"),
-        is_log=True,
-    ),
+    Panel(title="Reward", patterns=("train/agg/all/reward/mean", "eval/*/avg@*"), is_fraction=True),
+    Panel(title="Exact match", patterns=("train/agg/all/exact/mean", "eval/*/exact"), is_fraction=True),
+    Panel(title="Mismatch KL", patterns=("mismatch_kl/all/mean", "mismatch_kl/all/p99"), is_log=True),
     Panel(title="Staleness, policy versions", patterns=("off_policy/mean", "off_policy/max")),
     Panel(title="Entropy, nats", patterns=("entropy/all/mean", "entropy/all/p10", "entropy/all/p90")),
-    Panel(title="Tokens a second", patterns=("perf/throughput", "*tokens_per_s*"), is_log=True),
-    Panel(title="Loss", patterns=("loss/mean", "loss/policy", "loss/cross_entropy")),
+    Panel(title="Tokens a second", patterns=("perf/throughput", "inference/agg/tokens_per_s"), is_log=True),
+    Panel(title="Loss", patterns=("loss/policy", "loss/cross_entropy")),
     Panel(title="Gradient norm", patterns=("optim/grad_norm",), is_log=True),
 )
 """Metrics by name, as shell patterns. A panel without a matching metric is not drawn."""

@@ -1,13 +1,15 @@
 """POST /v1/chat/completions: messages in, an assistant message out, in OpenAI's form."""
 
 import dataclasses
+from collections.abc import Sequence
 
+import numpy as np
 from aiohttp import web
 
 from rl_jax.http.fields import Fields, read_body
 from rl_jax.http.order import read_order
 from rl_jax.http.prompts import read_chat_settings, read_messages, render
-from rl_jax.http.replies import Body, chat_logprobs
+from rl_jax.http.replies import Body
 from rl_jax.http.service import SERVICE
 from rl_jax.http.text_routes import NO_ALTERNATIVES, Form, TextOrder, answer, read_has_token_ids
 
@@ -20,6 +22,20 @@ def _delta(text: str, is_first: bool) -> Body:
     return {"delta": {"role": "assistant", "content": text} if is_first else {"content": text}}
 
 
+def _logprobs(texts: Sequence[str], logprobs_T: np.ndarray, num_chars: int) -> Body:
+    """Return log-probabilities."""
+    content = [
+        {
+            "token": text,
+            "logprob": logprob,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "top_logprobs": [],
+        }
+        for text, logprob in zip(texts, logprobs_T.tolist(), strict=True)
+    ]
+    return {"content": content}
+
+
 FORM = Form(
     id_prefix="chatcmpl-",
     object_name="chat.completion",
@@ -27,7 +43,7 @@ FORM = Form(
     whole=_message,
     delta=_delta,
     end={"delta": {}},
-    logprobs=chat_logprobs,
+    logprobs=_logprobs,
     has_prompt_in_choice=False,
 )
 

@@ -1,19 +1,33 @@
 """POST /v1/completions: texts or token ids in, their continuations out, in OpenAI's form."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
+import numpy as np
 from aiohttp import web
 
 from rl_jax.http.fields import Fields, is_integer, read_body
 from rl_jax.http.order import read_order
 from rl_jax.http.prompts import encode, read_prompts
-from rl_jax.http.replies import Body, completion_logprobs
+from rl_jax.http.replies import Body
 from rl_jax.http.service import SERVICE
 from rl_jax.http.text_routes import NO_ALTERNATIVES, Form, TextOrder, answer, read_has_token_ids
 
 
 def _text(text: str, is_first: bool = True) -> Body:
     return {"text": text}
+
+
+def _logprobs(texts: Sequence[str], logprobs_T: np.ndarray, num_chars: int) -> Body:
+    """Return log-probabilities; the first token begins after `num_chars` characters."""
+    offsets = itertools.accumulate(map(len, texts), initial=num_chars)
+    return {
+        "tokens": list(texts),
+        "token_logprobs": logprobs_T.tolist(),
+        "top_logprobs": None,
+        "text_offset": list(offsets)[:-1],
+    }
 
 
 FORM = Form(
@@ -23,7 +37,7 @@ FORM = Form(
     whole=_text,
     delta=_text,
     end={"text": ""},
-    logprobs=completion_logprobs,
+    logprobs=_logprobs,
     has_prompt_in_choice=True,
 )
 

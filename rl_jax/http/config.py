@@ -44,6 +44,6 @@ class ServeConfig:
                 None if self.top_k >= 0 else f"top_k={self.top_k}: must be at least 0",
                 None if 0 <= self.min_p <= 1 else f"min_p={self.min_p}: must be in [0, 1]",
                 None if self.max_body_bytes >= 1 else f"max_body_bytes={self.max_body_bytes}: must be at least 1",
-                None if self.shutdown_s >= 0 else f"shutdown_s={self.shutdown_s}: must be at least 0",
+                None if self.shutdown_s > 0 else f"shutdown_s={self.shutdown_s}: must be above 0",
             ]
         )

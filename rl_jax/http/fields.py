@@ -11,6 +11,9 @@ from rl_jax.http.errors import Refused
 
 T = TypeVar("T")
 
+MAX_CHARS = 1024
+MAX_TEXTS = 64
+
 
 async def read_body(request: web.Request) -> dict[str, object]:
     """Return the JSON object in the body of `request`.
@@ -76,14 +79,15 @@ class Fields:
         """Return true or false."""
         return self.take(key, default, "true or false", lambda v: isinstance(v, bool))
 
-    def text(self, key: str, default: str = "", min_length: int = 1, max_length: int = 1024) -> str:
+    def text(self, key: str, default: str = "", min_length: int = 1, max_length: int = MAX_CHARS) -> str:
         """Return a string of a length in characters."""
         expected = f"a string of {min_length} to {max_length} characters"
         return self.take(key, default, expected, lambda v: is_text(v) and min_length <= len(v) <= max_length)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return strings that are not empty; one alone may be given without a list."""
-        given = self.take(key, [], "a string that is not empty, or a list of them", _is_texts)
+        """Return short strings that are not empty; one alone may be given without a list."""
+        expected = f"a string of 1 to {MAX_CHARS} characters, or a list of at most {MAX_TEXTS} of them"
+        given = self.take(key, [], expected, _is_texts)
         return (given,) if isinstance(given, str) else tuple(given)
 
     def integers(self, key: str, high: int) -> Sequence[int]:
@@ -146,7 +150,7 @@ def is_text(value: object) -> TypeGuard[str]:
 
 def _is_texts(value: object) -> bool:
     items = value if isinstance(value, list) else [value]
-    return all(is_text(item) and item for item in items)
+    return len(items) <= MAX_TEXTS and all(is_text(item) and 1 <= len(item) <= MAX_CHARS for item in items)
 
 
 def _is_one_of(value: object, allowed: Sequence[object]) -> bool:

@@ -19,7 +19,7 @@ from aiohttp import web
 from rl_jax.http.fields import Fields, is_integer, read_body
 from rl_jax.http.in_flight import Piece, collect, joined
 from rl_jax.http.order import Order, read_order, requests_of
-from rl_jax.http.replies import Body, json_reply, send_events, token_logprobs, usage, version_spans
+from rl_jax.http.replies import Body, json_reply, send_events, usage, version_spans
 from rl_jax.http.service import SERVICE, Service
 from rl_jax.http.text import TextStream
 from rl_jax.sampler import Completion
@@ -85,7 +85,7 @@ class _Reply:
     def _logprobs(self, part: Piece | Completion) -> Body | None:
         if self.num_logprobs is None:
             return None
-        return token_logprobs(part.tokens_T, part.logprobs_T, with_top=self.num_logprobs > 0)
+        return _token_logprobs(part.tokens_T, part.logprobs_T, with_top=self.num_logprobs > 0)
 
     def _stop_reason(self, completion: Completion) -> str | int | None:
         """Return the stop string, or the stop token that the request asked for; None for the model's own end."""
@@ -140,6 +140,15 @@ def _read(fields: Fields, request: web.Request) -> _Reply:
         num_logprobs=num_logprobs,
         first_expert_row=first_row,
     )
+
+
+def _token_logprobs(tokens_T: np.ndarray, logprobs_T: np.ndarray, *, with_top: bool) -> Body:
+    """Return log-probabilities by token id, under both names that clients look for."""
+    content = []
+    for token_id, logprob in zip(tokens_T.tolist(), logprobs_T.tolist(), strict=True):
+        entry = {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob}
+        content.append({**entry, "top_logprobs": [entry] if with_top else []})
+    return {"content": content}
 
 
 def _npy_base64(experts_TLA: np.ndarray | None, first_row: int) -> str | None:

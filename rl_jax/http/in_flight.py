@@ -160,6 +160,8 @@ class InFlight:
         num_told = 0
         try:
             async for progress in self._sampler.stream(request):
+                if not np.isfinite(progress.logprobs_T).all():
+                    raise SamplerLost(f"{request.request_id} got the log-probabilities {progress.logprobs_T}")
                 events.put_nowait(_piece(index, progress, num_told))
                 num_told += len(progress.tokens_T)
         except ValueError as error:  # by the Sampler protocol: a request that can never be served

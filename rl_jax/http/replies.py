@@ -1,4 +1,4 @@
-"""What replies of several routes have in common: token counts, versions, log-probabilities, server-sent events."""
+"""What replies of several routes have in common: token counts, versions, texts of tokens, server-sent events."""
 
 import functools
 import itertools
@@ -46,43 +46,9 @@ def version_spans(versions_T: np.ndarray) -> list[Body]:
     return [{"version": str(versions_T[start]), "start": start, "end": end} for start, end in itertools.pairwise(cuts)]
 
 
-def token_logprobs(tokens_T: np.ndarray, logprobs_T: np.ndarray, *, with_top: bool) -> Body:
-    """Return log-probabilities by token id, under both names that clients look for."""
-    content = []
-    for token_id, logprob in zip(tokens_T.tolist(), logprobs_T.tolist(), strict=True):
-        entry = {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob}
-        content.append({**entry, "top_logprobs": [entry] if with_top else []})
-    return {"content": content}
-
-
 def token_texts(tokenizer: Tokenizer, tokens_T: np.ndarray) -> list[str]:
     """Return the text of each token alone, special tokens spelled out; part of a character is U+FFFD."""
     return [tokenizer.decode([token_id], skip_special=False) for token_id in tokens_T.tolist()]
-
-
-def chat_logprobs(texts: Sequence[str], logprobs_T: np.ndarray) -> Body:
-    """Return log-probabilities in the form of chat completions."""
-    content = [
-        {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-            "top_logprobs": [],
-        }
-        for text, logprob in zip(texts, logprobs_T.tolist(), strict=True)
-    ]
-    return {"content": content}
-
-
-def completion_logprobs(texts: Sequence[str], logprobs_T: np.ndarray, num_chars: int) -> Body:
-    """Return log-probabilities in the form of text completions; the first token begins after `num_chars` characters."""
-    offsets = itertools.accumulate(map(len, texts), initial=num_chars)
-    return {
-        "tokens": list(texts),
-        "token_logprobs": logprobs_T.tolist(),
-        "top_logprobs": None,
-        "text_offset": list(offsets)[:-1],
-    }
 
 
 async def send_events(request: web.Request, chunks: AsyncGenerator[Body, None]) -> web.StreamResponse:
@@ -90,20 +56,21 @@ async def send_events(request: web.Request, chunks: AsyncGenerator[Body, None]) 
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     )
-    async with aclosing(chunks):
-        try:
+    try:
+        async with aclosing(chunks):
             async for chunk in chunks:
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(_event(dumps(chunk)))
-            await response.write(_event("[DONE]"))
-        except (Refused, SamplerLost) as error:
-            if not response.prepared:
-                raise
-            await response.write(_event(dumps(body_of(error))))
+                await _send(request, response, dumps(chunk))
+        last = "[DONE]"
+    except (Refused, SamplerLost) as error:
+        if not response.prepared:
+            raise
+        last = dumps(body_of(error))
+    await _send(request, response, last)
     await response.write_eof()
     return response
 
 
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+async def _send(request: web.Request, response: web.StreamResponse, data: str) -> None:
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write(f"data: {data}\n\n".encode())

@@ -16,6 +16,7 @@ class Background:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closing = False
         self.failure: BaseException | None = None
         """What ended a task, the first only."""
         self.changed = asyncio.Event()
@@ -39,13 +40,18 @@ class Background:
 
     async def close(self) -> None:
         """Cancel all tasks and wait for their end."""
+        self._is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
+        if self._is_closing:
+            return
+        # Whoever cancels a task, a sampler that shuts down for one, would otherwise leave its group in flight for ever.
+        error = RuntimeError(f"{task.get_coro()}: was cancelled") if task.cancelled() else task.exception()
+        if error:
             self.failure = self.failure or error
             logger.error("the orchestrator stops: %s", error)
             self.notify()

@@ -5,8 +5,9 @@
 
 Admission: with samplers at version u and the trainer's next batch at v, only the batches v .. u + max_staleness can
 still take a group that starts now, so no more groups may be alive than those batches hold. max_staleness = 0 is the
-synchronous mode: the same rule lets through exactly one batch after each publish, played in lockstep as a wave; what
-was filtered out of it is replaced by the next wave. Nothing there depends on time, so it is bitwise repeatable.
+synchronous mode: the same rule lets through exactly one batch after each publish, played in lockstep as a wave once the
+trainer waits for it, so that it shares the sampler with nothing else; what was filtered out of it is replaced by the
+next wave. Nothing there depends on time, so it is bitwise repeatable.
 
 No locks: all runs on one event loop. Knows no threads, no tokens, no trainer.
 """
@@ -80,6 +81,8 @@ class Dispatcher:
         """By group id."""
         self.requeued: list[Ticket] = []
         """Admitted, and to be played again."""
+        self.is_awaited = False
+        """The trainer waits for a batch."""
         self.health: SamplerHealth | None = None
         self._concurrency: Concurrency | None = None
         self._is_cap_limiting = False
@@ -138,7 +141,8 @@ class Dispatcher:
 
     def _admit(self) -> list[Ticket]:
         """Take the tickets that may set off now: those to be played again first, by age, then fresh ones."""
-        if self.version is None or self._backoff or self.background.failure:
+        is_early = self._config.max_staleness == 0 and not self.is_awaited
+        if self.version is None or is_early or self._backoff or self.background.failure:
             return []
         num_alive = len(self.requeued) + len(self.flights) + len(self._buffer)
         num_fresh = max(self.num_batches_in_reach * self._config.groups_per_batch - num_alive, 0)

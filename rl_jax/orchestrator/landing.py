@@ -7,6 +7,7 @@
 A run that only ever drops is stopped here. Knows no sampler and no time.
 """
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,8 @@ from rl_jax.orchestrator.ledger import Ledger
 from rl_jax.orchestrator.tally import Tally
 from rl_jax.rollout.episode import Failure, Outcome
 from rl_jax.types import DropReason, Rollout
+
+logger = logging.getLogger(__name__)
 
 
 class Landing:
@@ -42,6 +45,7 @@ class Landing:
         self._buffer = buffer
         self._num_fruitless = 0
         self._fruitless_rewards: list[float] = []
+        self._logged: set[DropReason] = set()
 
     def land(self, env: str, outcomes: Sequence[Outcome], version: int) -> None:
         """Sort the members of a group that finished while the samplers were at `version`.
@@ -75,6 +79,11 @@ class Landing:
         """Note in ledger and metrics that a rollout will not be trained."""
         self._ledger.drop(rollout_id, reason, detail, reward)
         self._tally.count_drop(reason)
+        if detail and reason not in self._logged:
+            self._logged.add(reason)
+            logger.warning(
+                "rollout %d dropped as %s: %s (later ones are only counted)", rollout_id, reason.value, detail
+            )
 
     def advantages_of(self, rollouts: Sequence[Rollout]) -> tuple[float, ...]:
         """Return the advantage of each survivor of a group. A moving baseline moves: call once for each group."""

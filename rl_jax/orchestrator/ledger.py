@@ -53,6 +53,7 @@ CHECKS = {
         SELECT max(rollout_id) FROM rollouts WHERE status = 'trained'
         GROUP BY env, task_id, group_id, member HAVING count(*) > 1""",
 }
+MAX_DETAIL_CHARS = 500
 REWOUND = DropReason.REWOUND.value
 
 
@@ -258,7 +259,7 @@ class Ledger:
         if detail or reward is not None:
             self._rows(
                 "UPDATE rollouts SET detail = ?, reward = coalesce(?, reward) WHERE rollout_id = ?",
-                (detail, reward, rollout_id),
+                ((detail or "")[:MAX_DETAIL_CHARS], reward, rollout_id),
             )
 
     def _set(self, rollout_id: int, status: str, step: int | None, reason: str | None) -> None:

@@ -122,18 +122,22 @@ class Shipper:
         dispatcher, background = self._dispatcher, self._dispatcher.background
         earliest = dispatcher.next_version
         assert version >= earliest, f"next_batch({version}): expected at least {earliest}, earlier ones were handed out"
+        assert dispatcher.version is not None, f"next_batch({version}): publish first"
         started_s = asyncio.get_running_loop().time()
-        dispatcher.next_version = version
-        while True:
-            changed = background.changed
-            background.check()
-            assert dispatcher.version is not None, f"next_batch({version}): publish first"
-            self._drop_stale(version)
-            groups = self._buffer.cut(version, dispatcher.versions_in_flight)
-            if groups is not None:
-                return self._hand_out(groups, version, asyncio.get_running_loop().time() - started_s)
-            self._check_fillable(version)
-            await self._wait(changed, started_s)
+        dispatcher.next_version, dispatcher.is_awaited = version, True
+        background.notify()
+        try:
+            while True:
+                changed = background.changed
+                background.check()
+                self._drop_stale(version)
+                groups = self._buffer.cut(version, dispatcher.versions_in_flight)
+                if groups is not None:
+                    return self._hand_out(groups, version, asyncio.get_running_loop().time() - started_s)
+                self._check_fillable(version)
+                await self._wait(changed, started_s)
+        finally:
+            dispatcher.is_awaited = False
 
     def record_trained(self, step: int, rollouts: Sequence[Rollout]) -> None:
         """Note that `step` was trained on the batch that next_batch(step - 1) returned."""
@@ -216,6 +220,7 @@ class Shipper:
         dispatcher = self._dispatcher
         if self._is_publishing or dispatcher.flights or dispatcher.requeued:
             return
+        # Nothing is in flight and the ready groups are too few: only fresh ones can fill the batch.
         assert dispatcher.num_batches_in_reach > 0, (
             f"next_batch({version}) can never be filled: the samplers have policy {dispatcher.version}, "
             f"max_staleness={self._config.max_staleness}; publish newer weights first, or stop: the last step is trained"

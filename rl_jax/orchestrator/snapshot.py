@@ -81,7 +81,10 @@ class Snapshot:
         routed = {i: r.routed_experts_TLA for i, r in enumerate(rollouts)}
         arrays |= {f"routed_{i}": routes_TLA for i, routes_TLA in routed.items() if routes_TLA is not None}
         file = io.BytesIO()
-        np.savez(file, **arrays)
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, array, allow_pickle=False)
         return file.getvalue()
 
     @classmethod

@@ -21,7 +21,7 @@ END = 259  # the end token of Tokenizer.byte_level()
 
 
 class FakeSampler:
-    """Writes 1 to 4 random letters and an end token, all determined by the request's seed; `delay` says how slowly.
+    """Writes 3 to 6 random letters and an end token, all determined by the request's seed; `delay` says how slowly.
 
     Every token carries the version that was published last when it was written, minus `version_lag`.
     """
@@ -50,7 +50,7 @@ class FakeSampler:
 
     async def _write(self, request: Request) -> Completion:
         rng = np.random.default_rng((request.params.seed, len(request.tokens_T)))
-        letters = rng.integers(97, 101, size=min(int(rng.integers(1, 5)), request.params.max_tokens)).tolist()
+        letters = rng.integers(97, 123, size=min(int(rng.integers(3, 7)), request.params.max_tokens)).tolist()
         is_stopped = len(letters) < request.params.max_tokens
         tokens_T = np.array(letters + [END] * is_stopped, np.int32)
         versions_T = np.zeros(len(tokens_T), np.int32)

@@ -5,8 +5,8 @@ import itertools
 
 import numpy as np
 import pytest
-
 from fakes import END, FakePool, FakeSampler, make_player
+
 from rl_jax.envs.errors import EnvFailed, EnvTimeout
 from rl_jax.rollout.episode import Draw, EpisodeConfig, Failure, turn_seed
 from rl_jax.rollout.transcript import Transcript
@@ -117,17 +117,19 @@ def test_template_that_rewrites_turns_ends_the_episode_and_is_counted():
 
 def test_failing_environment_costs_the_member_only():
     def judge(env, index, texts):
-        if len(texts[-1]) == 3:
+        if len(texts[-1]) == 5:
             raise EnvTimeout("a: reward of task 7: no answer in 1 s")
         return 1.0
 
-    outcomes, _ = play(FakeSampler(), FakePool(judge), Draw(group_id=3, env="a", task_id=7, rollout_ids=tuple(range(20))))
+    outcomes, _ = play(
+        FakeSampler(), FakePool(judge), Draw(group_id=3, env="a", task_id=7, rollout_ids=tuple(range(20)))
+    )
     failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
     rollouts = [outcome for outcome in outcomes if isinstance(outcome, Rollout)]
     assert 0 < len(failures) < 20
     assert len(failures) + len(rollouts) == 20
     assert {failure.reason for failure in failures} == {DropReason.REWARD_TIMEOUT}
-    assert all(rollout.num_sampled != 4 for rollout in rollouts)
+    assert all(rollout.num_sampled != 6 for rollout in rollouts)
 
 
 def test_prompt_that_fails_fails_every_member():

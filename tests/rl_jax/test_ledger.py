@@ -84,7 +84,7 @@ def test_rewind_reverts_what_came_later(ledger):
     ledger.drop(4, DropReason.ZERO_VARIANCE)
     assert ledger.rewind(position) == 4
     rewound = ("dropped", None, "rewound")
-    assert statuses(ledger) == {0: before[0], 1: ("ready", None, None)} | {i: rewound for i in (2, 3, 4, 5)}
+    assert statuses(ledger) == {0: before[0], 1: ("ready", None, None)} | dict.fromkeys((2, 3, 4, 5), rewound)
     ledger.check()
     assert ledger.account().dispatched == 6
     assert ledger.next_rollout_id == 6

@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from fakes import FakePool, FakeSampler, make_player, make_shipper, spread
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fakes import FakePool, FakeSampler, make_player, make_shipper, spread
 from rl_jax.advantages import AdvantageConfig, Advantages
 from rl_jax.envs.errors import EnvFailed
 from rl_jax.envs.pool import EnvPool, PoolConfig
@@ -29,6 +30,8 @@ from rl_jax.orchestrator.snapshot import Snapshot
 from rl_jax.rollout.episode import EpisodeConfig, Player
 from rl_jax.sampler import SamplerLost
 from rl_jax.tokenizer import Tokenizer
+
+WITHOUT_SHRINKING = (Phase.explicit, Phase.generate)  # timing is no function of the example
 
 
 def make_config(**fields):
@@ -83,7 +86,7 @@ def random_delay(seed, longest_s=0.006):
     return lambda request: rng.random() ** 3 * longest_s
 
 
-@settings(max_examples=12)
+@settings(max_examples=10, phases=WITHOUT_SHRINKING)
 @given(seed=st.integers(0, 1000), max_staleness=st.integers(0, 3), trainer_s=st.sampled_from([0.0, 0.004]))
 def test_bound_holds_and_nothing_is_wasted_under_random_delays(tmp_path_factory, seed, max_staleness, trainer_s):
     config = make_config(max_staleness=max_staleness)
@@ -93,10 +96,12 @@ def test_bound_holds_and_nothing_is_wasted_under_random_delays(tmp_path_factory,
     assert max(staleness(batches)) <= max_staleness
     assert min(staleness(batches)) >= 0
     # Every admitted group is trained, once: none is stale, none is left when the run ends.
-    assert sorted(sum(groups_of(batches), [])) == list(range(6 * 3))
+    assert sorted(chain.from_iterable(groups_of(batches))) == list(range(6 * 3))
     assert (account.dispatched, account.trained, account.dropped) == (36, 36, {})
     for batch in batches:
-        assert [(r.group_id, r.member) for r in batch.rollouts] == sorted((r.group_id, r.member) for r in batch.rollouts)
+        assert [(r.group_id, r.member) for r in batch.rollouts] == sorted(
+            (r.group_id, r.member) for r in batch.rollouts
+        )
         assert batch.metrics["off_policy/max"] <= max_staleness
 
 
@@ -143,7 +148,7 @@ def test_slow_tasks_are_trained_as_often_as_fast_ones(tmp_path):
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_synchronous_mode_is_repeatable_and_resumes_exactly(tmp_path, is_killed):
     def reward(env, index, texts):  # two of three groups get one reward: replaced by further waves
-        return float(len(texts[-1]) > 2) if index % 3 else 1.0
+        return float(len(texts[-1]) > 4) if index % 3 else 1.0
 
     config = make_config(max_staleness=0)
 
@@ -154,7 +159,7 @@ def test_synchronous_mode_is_repeatable_and_resumes_exactly(tmp_path, is_killed)
             shipper.restore(Snapshot.from_bytes(state))
         batches = await train(shipper, steps[0], steps[1])
         if steps[1] < 6:
-            await asyncio.sleep(0.003)  # the next wave is in flight, or not: it must not matter
+            await asyncio.sleep(0.003)
         state = shipper.snapshot().to_bytes()
         if is_killed and steps[1] < 6:
             await kill(shipper)
@@ -188,7 +193,7 @@ async def kill(shipper):
     shipper._ledger._connection.close()
 
 
-@settings(max_examples=15)
+@settings(max_examples=8, phases=WITHOUT_SHRINKING)
 @given(seed=st.integers(0, 10_000), max_staleness=st.integers(0, 2))
 def test_crash_anywhere_and_resume_trains_every_group_once(tmp_path_factory, seed, max_staleness):
     path, rng, steps = tmp_path_factory.mktemp("run"), random.Random(seed), 5
@@ -293,11 +298,18 @@ def test_group_of_which_one_member_is_left_is_incomplete(tmp_path):
     batches, account = run(tmp_path, FakeSampler(), FakePool(judge), 4)
     assert account.dropped["group_incomplete"] > 0
     assert {len(batch.rollouts) for batch in batches} == {6}
-    batches, account = run(
-        tmp_path, FakeSampler(), FakePool(judge), 4, advantage=AdvantageConfig(type="reinforce_ema")
-    )
-    assert min(len(batch.rollouts) for batch in batches) < 6
-    assert "group_incomplete" not in Ledger(tmp_path / FILE)._rows("SELECT reason FROM rollouts WHERE step IS NOT NULL")
+
+
+def test_single_survivor_is_enough_for_an_advantage_without_group(tmp_path):
+    def judge(env, index, texts):
+        if len(texts[-1]) % 2:
+            raise EnvFailed("odd")
+        return spread(env, index, texts)
+
+    advantage = AdvantageConfig(type="reinforce_ema")
+    batches, _ = run(tmp_path, FakeSampler(), FakePool(judge), 4, advantage=advantage)
+    sizes = Counter(Counter(r.group_id for batch in batches for r in batch.rollouts).values())
+    assert sizes.keys() == {1, 2}
 
 
 def test_five_percent_failures_of_every_kind_and_the_account_balances(tmp_path):
@@ -328,7 +340,7 @@ def test_lost_sampler_requeues_the_whole_group(tmp_path, max_staleness):
     sampler = FakeSampler(is_lost=is_lost)
     config = make_config(max_staleness=max_staleness)
     batches, _ = run(tmp_path, sampler, FakePool(spread), 3, config, last_step=3)
-    assert sorted(sum(groups_of(batches), [])) == list(range(9))
+    assert sorted(chain.from_iterable(groups_of(batches))) == list(range(9))
     ledger = Ledger(tmp_path / FILE)
     rows = ledger._rows("SELECT attempt, member, reason FROM rollouts WHERE group_id = 1 ORDER BY attempt, member")
     ledger.close()
@@ -347,10 +359,10 @@ def test_sampler_that_stays_lost_ends_the_run(tmp_path):
 
 
 def test_lost_completion_does_not_stall_the_run(tmp_path):
-    sampler = FakeSampler(delay=lambda request: 60.0 if request.request_id == "train.3.0" else 0.001)
+    sampler = FakeSampler(delay=lambda request: 60.0 * (request.request_id == "train.3.0"))
 
     async def body():
-        player = make_player(sampler, FakePool(spread), rollout_timeout_s=0.05)
+        player = make_player(sampler, FakePool(spread), rollout_timeout_s=0.5)
         shipper = make_shipper(make_config(), player, tmp_path / FILE)
         batches = await train(shipper, 0, 3)
         await shipper.close()
@@ -379,7 +391,7 @@ def test_zero_variance_is_kept_when_asked_or_when_the_advantage_needs_no_group(t
     advantage = AdvantageConfig(type="reinforce_ema", ema_decay=0.5)
     config = make_config(batch_size=3, group_size=1)
     batches, _ = run(tmp_path, FakeSampler(), pool, 2, config, advantage=advantage)
-    assert sum((batch.advantages for batch in batches), []) == [0.5 / 2**n for n in range(6)]
+    assert [advantage for batch in batches for advantage in batch.advantages] == [0.5 / 2**n for n in range(6)]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -509,12 +521,12 @@ def test_metrics_against_their_definitions(tmp_path):
     assert metrics["time/wait_for_batch"] >= 0
 
 
-def test_snapshot_survives_bytes_exactly_and_damage_is_named():
-    async def body(path):
+def test_snapshot_survives_bytes_exactly_and_damage_is_named(tmp_path):
+    async def body():
         shipper = make_shipper(
             make_config(max_staleness=2),
             make_player(FakeSampler(random_delay(2)), FakePool(spread)),
-            path,
+            tmp_path / FILE,
             {"a": 1.0, "b": 0.3},
         )
         await train(shipper, 0, 3)
@@ -522,11 +534,15 @@ def test_snapshot_survives_bytes_exactly_and_damage_is_named():
         await shipper.close()
         return snapshot
 
-    snapshot = asyncio.run(body(":memory:"))
+    snapshot = asyncio.run(body())
     data = snapshot.to_bytes()
     again = Snapshot.from_bytes(data)
     assert again.to_bytes() == data
-    assert (again.pending, again.curriculum, again.position) == (snapshot.pending, snapshot.curriculum, snapshot.position)
+    assert (again.pending, again.curriculum, again.position) == (
+        snapshot.pending,
+        snapshot.curriculum,
+        snapshot.position,
+    )
     for ours, theirs in zip(snapshot.groups, again.groups, strict=True):
         for left, right in zip(ours.rollouts, theirs.rollouts, strict=True):
             np.testing.assert_equal(vars(left), vars(right))
@@ -663,7 +679,7 @@ def test_real_environments_in_worker_processes(tmp_path):
         assert (rollout.num_turns, rollout.reward, rollout.reward_parts) == (3, 0.0, {"hit": 0.0})
         text = Tokenizer.byte_level().decode(rollout.tokens_T[~rollout.sampled_T])
         assert text.startswith("I think of a number from 1 to 20.")
-        assert text.count("write one number") == 2
+        assert text.count("write one number") == 3  # the prompt says so too
     checked(tmp_path)
 
 
@@ -720,3 +736,30 @@ def test_killed_process_resumes_with_a_balanced_account(tmp_path):
     groups = [row[0] for row in ledger._rows("SELECT group_id FROM rollouts WHERE status = 'trained' AND member = 0")]
     ledger.close()
     assert sorted(groups) == list(range((version + 3) * 3))  # nothing lost, nothing twice
+
+
+def test_synchronous_wave_waits_for_the_trainer_to_ask(tmp_path):
+    """So that an evaluation after a publish shares no batch of the sampler with it."""
+
+    async def body():
+        sampler = FakeSampler()
+        shipper = make_shipper(make_config(max_staleness=0), make_player(sampler, FakePool(spread)), tmp_path / FILE)
+        await shipper.publish(None, 0)
+        await asyncio.sleep(0.02)
+        before = len(sampler.calls)
+        await shipper.next_batch(0)
+        await shipper.publish(None, 1)
+        await asyncio.sleep(0.02)
+        after = len(sampler.calls)
+        await shipper.close()
+        return before, after
+
+    assert asyncio.run(body()) == (0, 1)
+
+
+def test_sampler_that_cancels_its_requests_is_an_error_not_a_hang(tmp_path):
+    def shut_down(request):
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="was cancelled"):
+        run(tmp_path, FakeSampler(is_lost=shut_down), FakePool(spread), 1)

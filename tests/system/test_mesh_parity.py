@@ -1,6 +1,7 @@
 """One MoE training step is the same on every mesh: loss, gradients, log-probabilities, and what a checkpoint restores."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,11 @@ from rl_jax.checkpoint import CheckpointConfig, Checkpointer
 from rl_jax.losses import LossConfig, loss_sum
 from rl_jax.mesh import MeshConfig, make_mesh
 from rl_jax.models.architecture import Architecture
-from rl_jax.models.schema import init_params
+from rl_jax.models.schema import Params, abstract_params, init_params
 from rl_jax.models.transformer import ForwardConfig
 from rl_jax.optim import OptimConfig, make_optimizer
 from rl_jax.packing import PackingConfig, pack_documents
-from rl_jax.trainer.state import abstract_state, init_state, weight_roles
+from rl_jax.trainer.state import abstract_state, weight_roles
 from rl_jax.trainer.step import Counts, Programs, put_batch
 from rl_jax.types import Batch
 
@@ -44,10 +45,6 @@ NUM_TOKENS = 91
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    return packed_batch()
-
-
-def packed_batch() -> Batch:
     """Rows of two or three documents and padding, with advantages and sampler log-probabilities."""
     rng = np.random.default_rng(0)
     lengths = [11, 7, 6, 5, 5, 4, 9, 8, 4, 6, 5, 2, 12, 7]
@@ -64,7 +61,12 @@ def packed_batch() -> Batch:
     )
 
 
-def gradient_on(config: MeshConfig, batch: Batch) -> dict[str, np.ndarray]:
+@pytest.fixture(scope="module")
+def params() -> Params:
+    return jax.device_get(init_params(ARCH, make_mesh(MeshConfig()), jax.random.key(1)))
+
+
+def gradient_on(config: MeshConfig, batch: Batch, params: Params) -> dict[str, np.ndarray]:
     """Gradients by name, and with them the loss, the log-probabilities and the load of the experts."""
     mesh = make_mesh(config)
     programs = Programs(
@@ -75,7 +77,7 @@ def gradient_on(config: MeshConfig, batch: Batch) -> dict[str, np.ndarray]:
         balance_coef=0.01,
     )
     with jax.set_mesh(mesh):
-        params = init_params(ARCH, mesh, jax.random.key(1))
+        params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, abstract_params(ARCH, mesh))
         counts = Counts(num_trained=jnp.float32(batch.num_trained_tokens), num_tokens=jnp.float32(NUM_TOKENS))
         gradient, told = programs.accumulate["rl"](programs.zeros(params), params, put_batch(batch, mesh), counts)
         gradient, told = jax.device_get((gradient, told))
@@ -87,13 +89,15 @@ def gradient_on(config: MeshConfig, batch: Batch) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def on_one_device(batch: Batch) -> dict[str, np.ndarray]:
-    return gradient_on(MeshConfig(), batch)
+def on_one_device(batch: Batch, params: Params) -> dict[str, np.ndarray]:
+    return gradient_on(MeshConfig(), batch, params)
 
 
 @pytest.mark.parametrize("config", MESHES, ids=str)
-def test_step_is_the_same_on_every_mesh(config: MeshConfig, batch: Batch, on_one_device: dict[str, np.ndarray]) -> None:
-    found = gradient_on(config, batch)
+def test_step_is_the_same_on_every_mesh(
+    config: MeshConfig, batch: Batch, params: Params, on_one_device: dict[str, np.ndarray]
+) -> None:
+    found = gradient_on(config, batch, params)
     np.testing.assert_array_equal(found["load_LE"], on_one_device["load_LE"])
     for name, expected in on_one_device.items():
         # Only the order of float32 sums differs. An element of a gradient sums over NUM_TOKENS tokens, and each term
@@ -104,12 +108,15 @@ def test_step_is_the_same_on_every_mesh(config: MeshConfig, batch: Batch, on_one
 
 
 @pytest.mark.parametrize("optimizer_type", ["adamw", "muon"])
-def test_checkpoint_restores_exactly_on_another_mesh(tmp_path, optimizer_type: str) -> None:
+def test_checkpoint_restores_exactly_on_another_mesh(tmp_path: Path, optimizer_type: str) -> None:
     optimizer = make_optimizer(OptimConfig(type=optimizer_type), weight_roles(ARCH))
     one, many = make_mesh(MeshConfig()), make_mesh(MeshConfig(fsdp=4, tensor=2))
-    state = init_state(optimizer, init_params(ARCH, one, jax.random.key(2)), one)
     noise = np.random.default_rng(3)
-    state = jax.tree.map(lambda x: jax.device_put(noise.normal(size=x.shape).astype(x.dtype), x.sharding), state)
+
+    def draw(like: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(noise.normal(0, 9, like.shape).astype(like.dtype), like.sharding)
+
+    state = jax.tree.map(draw, abstract_state(ARCH, optimizer, one))
     with Checkpointer(tmp_path, CheckpointConfig(), ARCH) as checkpointer:
         checkpointer.save(5, state, b"")
         checkpointer.wait()
