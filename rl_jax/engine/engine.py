@@ -22,6 +22,7 @@ from rl_jax.engine.config import rising
 from rl_jax.engine.pages import PagePool, prefix_keys
 from rl_jax.engine.prefill import Piece, calls, cut, padded
 from rl_jax.engine.programs import Decode, Programs
+from rl_jax.engine.routes import Routes
 from rl_jax.engine.running import Running, Sequence
 from rl_jax.engine.sampling import check_params
 from rl_jax.models.schema import Params
@@ -56,8 +57,6 @@ class Engine:
         arch, config = programs.arch, programs.config
         if config.max_len > arch.max_positions:
             raise ValueError(f"max_len={config.max_len}: the model has positions for {arch.max_positions} tokens only")
-        if config.routed_experts and not arch.num_experts:
-            raise ValueError("routed_experts=True: the model has no experts; set it to false")
         self.version = version
         self.num_sampled_tokens = self.num_prompt_tokens = self.num_cached_tokens = 0
         self._programs, self._config, self._params, self._tokenizer = programs, config, params, tokenizer
@@ -66,10 +65,7 @@ class Engine:
         self._waiting: deque[_Waiting] = deque()
         self._pool = PagePool(config.total_pages)
         self._score_pages = self._pool.take(config.max_pages)  # scoring never waits for running requests
-        self._experts_PMLA: np.ndarray | None = None
-        if config.routed_experts:
-            shape = (config.total_pages, config.page_size, arch.num_layers, arch.num_active_experts)
-            self._experts_PMLA = np.zeros(shape, np.uint16)
+        self._routes = Routes(arch, config) if config.routed_experts else None
 
     @property
     def num_running(self) -> int:
@@ -148,7 +144,8 @@ class Engine:
         used, slots = self._running.slots()
         out = self._programs.decode(self._params, slots)
         self._check_finite(out, used)
-        self._keep_decoded_experts(used, out)
+        if self._routes:
+            self._routes.keep_steps(self._running.tables[used], self._running.positions[used], out)
         self._running.collect(used, out, self.version)
         self.num_sampled_tokens += int(out.count_B.sum())
         is_stopped_B = out.is_stopped_B[: len(used)]
@@ -201,8 +198,9 @@ class Engine:
             raise ValueError(f"{what}: token ids span {tokens_T.min()}..{tokens_T.max()}, the model has 0..{vocab - 1}")
 
     def _check_finite(self, out: Decode, used: np.ndarray) -> None:
-        is_real_TB = np.arange(out.logprobs_TB.shape[0])[:, None] < out.count_B[None, :]
-        bad_B = (is_real_TB & ~np.isfinite(out.logprobs_TB)).any(axis=0)[: len(used)]
+        step_TB = np.arange(self._config.decode_steps)[:, None]
+        bad_TB = (step_TB < np.asarray(out.count_B)[None, :]) & ~np.isfinite(out.logprobs_TB)
+        bad_B = np.any(bad_TB, axis=0)[: len(used)]
         if bad_B.any():
             ids = [self._running.sequences[slot].request.request_id for slot in used[bad_B].tolist()]
             raise FloatingPointError(f"non-finite log-probability under weights {self.version}, requests {ids}")
@@ -229,12 +227,7 @@ class Engine:
         limit = min(request.params.max_tokens, self._config.max_len - len(request.tokens_T))
         num_full, has_tail = len(prefix_T) // size, len(prefix_T) % size > 0
         keys = prefix_keys(self._num_swaps, prefix_T, size)
-        shared: list[int] = []
-        for key in keys[:num_full]:
-            page = self._pool.find(key)
-            if page is None:
-                break
-            shared.append(page)
+        shared = self._pool.find_all(keys[:num_full])
         self._pool.hold(shared)
         num_needed = -(-(len(prefix_T) + limit) // size) - len(shared)
         if num_needed > self._pool.num_available:
@@ -277,35 +270,16 @@ class Engine:
     def _run_pieces(self, pieces: list[Piece]) -> None:
         for call in calls(self._config, pieces):
             experts_LBTA, _ = self._programs.prefill(self._params, padded(self._config, call))
-            if self._experts_PMLA is None or experts_LBTA is None:
-                continue
-            for row, piece in enumerate(call):
-                at_T = np.arange(piece.start, piece.start + len(piece.tokens_T))
-                self._keep_experts(np.array(piece.pages), at_T, experts_LBTA[:, row, : len(at_T)])
+            if self._routes and experts_LBTA is not None:
+                self._routes.keep_pieces(call, experts_LBTA)
 
     def _copy(self, source_C: np.ndarray, target_C: np.ndarray) -> None:
         count = len(source_C)
         padding = self._config.slots_for(count) - count
         pairs = np.pad(np.stack([source_C, target_C]), ((0, 0), (0, padding)))
         self._programs.copy_pages(pairs[0], pairs[1])
-        if self._experts_PMLA is not None:
-            self._experts_PMLA[target_C] = self._experts_PMLA[source_C]
-
-    def _keep_decoded_experts(self, used: np.ndarray, out: Decode) -> None:
-        if self._experts_PMLA is None or out.experts_TLBA is None:
-            return
-        for step in range(int(out.count_B.max())):
-            is_real = out.count_B[: len(used)] > step
-            slots = used[is_real]
-            at = self._running.positions[slots] + step
-            pages = self._running.tables[slots, at // self._config.page_size]
-            experts_BLA = out.experts_TLBA[step].swapaxes(0, 1)[: len(used)]
-            self._experts_PMLA[pages, at % self._config.page_size] = experts_BLA[is_real]
-
-    def _keep_experts(self, pages: np.ndarray, at_T: np.ndarray, experts_LTA: np.ndarray) -> None:
-        assert self._experts_PMLA is not None
-        size = self._config.page_size
-        self._experts_PMLA[pages[at_T // size], at_T % size] = experts_LTA.swapaxes(0, 1)
+        if self._routes:
+            self._routes.copy_pages(source_C, target_C)
 
     def _look_at(self, sequence: Sequence, finish: FinishReason | None) -> Progress | None:
         """Search what a step wrote for stop strings, and finish the request if it is over."""
@@ -337,9 +311,8 @@ class Engine:
         inputs_T = np.concatenate([sequence.request.tokens_T, completion.tokens_T])[:-1]
         experts_TLA = None
         size = self._config.page_size
-        if sequence.request.params.return_routed_experts and self._experts_PMLA is not None:
-            at_T = np.arange(len(inputs_T))
-            experts_TLA = self._experts_PMLA[np.array(sequence.pages)[at_T // size], at_T % size]
+        if self._routes and sequence.request.params.return_routed_experts:
+            experts_TLA = self._routes.of(sequence.pages, len(inputs_T))
         if sequence.swap == self._num_swaps:
             whole_T = inputs_T[: len(inputs_T) // size * size]
             for key, page in zip(prefix_keys(self._num_swaps, whole_T, size), sequence.pages, strict=False):

@@ -7,8 +7,9 @@ take ---> held (references >= 1) --- last release ---> idle if it holds a known 
 """
 
 import hashlib
+import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -74,6 +75,11 @@ class PagePool:
     def find(self, key: bytes) -> int | None:
         """Return the page of a prefix, or None."""
         return self._page_of.get(key)
+
+    def find_all(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the pages of the leading keys that are known."""
+        found = itertools.takewhile(lambda page: page is not None, map(self.find, keys))
+        return [page for page in found if page is not None]
 
     def forget_all(self) -> None:
         """Forget every prefix; held pages stay held."""

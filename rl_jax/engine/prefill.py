@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
+import jax
 import numpy as np
 
 from rl_jax.engine.config import EngineConfig, pick
@@ -67,10 +69,5 @@ def padded(config: EngineConfig, call: Sequence[Piece]) -> Pieces:
         tables_BP[row, : len(pages)] = pages
         if piece.targets_T is not None:
             targets_BT[row, : counts_B[row]] = piece.targets_T
-    return Pieces(
-        tokens_BT=tokens_BT,
-        starts_B=starts_B,
-        counts_B=counts_B,
-        tables_BP=tables_BP,
-        targets_BT=targets_BT if call[0].targets_T is not None else None,
-    )
+    arrays = (tokens_BT, starts_B, counts_B, tables_BP, targets_BT if call[0].targets_T is not None else None)
+    return Pieces(*cast(tuple[jax.Array, ...], arrays))  # jit takes NumPy as it is

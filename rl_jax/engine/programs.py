@@ -1,7 +1,8 @@
 """The compiled programs of the sampler, and the paged cache that they update in place.
 
 decode: some steps for every running request. prefill: KV of pieces of prompts. score: their log-probabilities.
-copy_pages: private copies of shared partial pages. Knows no request: it gets NumPy vectors, one transfer in, one out.
+copy_pages: private copies of shared partial pages. Knows no request. Its records are arrays of the device inside a program;
+outside they hold NumPy, which jit takes and device_get gives, so that a call is one transfer in and one out.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct, traverse_util
+from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
@@ -18,9 +19,10 @@ from rl_jax.axes import BATCH_AXES
 from rl_jax.engine.config import EngineConfig
 from rl_jax.engine.paged import Cache, paged_attention
 from rl_jax.engine.sampling import Filters, sample
+from rl_jax.engine.weights import place_weights
 from rl_jax.models.architecture import Architecture
 from rl_jax.models.head import all_logits, head_weight, token_logprobs
-from rl_jax.models.schema import Params, abstract_params, flat_table
+from rl_jax.models.schema import Params
 from rl_jax.models.transformer import Decoded, ForwardConfig, decoder
 
 
@@ -28,21 +30,21 @@ from rl_jax.models.transformer import Decoded, ForwardConfig, decoder
 class Slots:
     """The running requests of one decode call, one row each; a row with limit 0 is empty."""
 
-    tokens_B: np.ndarray | jax.Array
+    tokens_B: jax.Array
     """int32, next input token."""
-    positions_B: np.ndarray | jax.Array
+    positions_B: jax.Array
     """int32, its position in the sequence."""
-    index_B: np.ndarray | jax.Array
+    index_B: jax.Array
     """int32, position in the completion of the token to sample."""
-    limit_B: np.ndarray | jax.Array
+    limit_B: jax.Array
     """int32, completion length at which the request ends."""
-    seeds_B2: np.ndarray | jax.Array
+    seeds_B2: jax.Array
     """uint32"""
-    temperature_B: np.ndarray | jax.Array
+    temperature_B: jax.Array
     """float32"""
-    stop_BX: np.ndarray | jax.Array
+    stop_BX: jax.Array
     """int32 tokens that end the request, padded with -1."""
-    tables_BP: np.ndarray | jax.Array
+    tables_BP: jax.Array
     """int32, page of each part of the sequence."""
     filters: Filters | None
     """None when no request restricts what may be sampled: the fast path."""
@@ -52,12 +54,12 @@ class Slots:
 class Decode:
     """What a decode call wrote; of the T steps of row b, the first count_B[b] are real."""
 
-    tokens_TB: np.ndarray | jax.Array
-    logprobs_TB: np.ndarray | jax.Array
-    count_B: np.ndarray | jax.Array
-    is_stopped_B: np.ndarray | jax.Array
+    tokens_TB: jax.Array
+    logprobs_TB: jax.Array
+    count_B: jax.Array
+    is_stopped_B: jax.Array
     """The last real token is a stop token."""
-    experts_TLBA: np.ndarray | jax.Array | None
+    experts_TLBA: jax.Array | None
     """uint16, experts of the input token of each step; None unless config.routed_experts."""
 
 
@@ -65,15 +67,15 @@ class Decode:
 class Pieces:
     """Consecutive tokens of some sequences, one piece a row."""
 
-    tokens_BT: np.ndarray | jax.Array
+    tokens_BT: jax.Array
     """int32"""
-    starts_B: np.ndarray | jax.Array
+    starts_B: jax.Array
     """int32, position of the first token."""
-    counts_B: np.ndarray | jax.Array
+    counts_B: jax.Array
     """int32, real tokens."""
-    tables_BP: np.ndarray | jax.Array
+    tables_BP: jax.Array
     """int32"""
-    targets_BT: np.ndarray | jax.Array | None
+    targets_BT: jax.Array | None
     """int32, tokens to score; None = only compute KV."""
 
 
@@ -114,32 +116,8 @@ class Programs:
         self._copy = self._compiled(self._copy_pages)
 
     def place(self, weights: Params) -> Params:
-        """Copy weights of any float dtype, NumPy or on any mesh, to this mesh in the compute dtype.
-
-        The copy is the sampler's own: the caller may donate or overwrite `weights` afterwards.
-
-        Raises:
-            ValueError: a weight is missing, extra or has another shape than the architecture says.
-        """
-        flat = traverse_util.flatten_dict(weights, sep="/")
-        table, abstract = (
-            flat_table(self.arch),
-            traverse_util.flatten_dict(abstract_params(self.arch, self.mesh), sep="/"),
-        )
-        faults = [f"{name}: missing" for name in table.keys() - flat.keys()]
-        faults += [f"{name}: no such weight in this architecture" for name in flat.keys() - table.keys()]
-        faults += [
-            f"{name}: shape {flat[name].shape}, expected {param.sizes}"
-            for name, param in table.items()
-            if name in flat and flat[name].shape != param.sizes
-        ]
-        if faults:
-            raise ValueError("weights do not fit the model: " + "; ".join(sorted(faults)))
-        placed = {}
-        for name, param in table.items():
-            value = flat[name].astype(jnp.float32 if param.is_island else self.forward.dtype)
-            placed[name] = jax.device_put(value, abstract[name].sharding, may_alias=False)
-        return traverse_util.unflatten_dict(placed, sep="/")
+        """Return the sampler's own copy of `weights`: see place_weights."""
+        return place_weights(self.arch, weights, self.forward.dtype, self.mesh)
 
     def decode(self, params: Params, slots: Slots) -> Decode:
         """Run up to config.decode_steps steps; stops early when every request has ended."""
@@ -222,6 +200,7 @@ class Programs:
         experts_TLBA = s.out.experts_TLBA
         if experts_TLBA is not None:
             experts_TLBA = experts_TLBA.at[s.step].set(_experts(decoded)[:, :, 0])
+        assert isinstance(decoded.cache, Cache)
         return _State(
             step=s.step + 1,
             cache=decoded.cache,
@@ -247,6 +226,7 @@ class Programs:
         decoded = self._run(
             cache, params, pieces.tokens_BT, positions_BT, tables_BP=pieces.tables_BP, is_real_BT=is_real_BT
         )
+        assert isinstance(decoded.cache, Cache)
         experts_LBTA = _experts(decoded) if self.config.routed_experts else None
         if pieces.targets_BT is None:
             return decoded.cache, (experts_LBTA, None)

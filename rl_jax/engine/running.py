@@ -4,7 +4,9 @@ Vector operations only: nothing here costs Python time per token.
 """
 
 from dataclasses import dataclass, field
+from typing import cast
 
+import jax
 import numpy as np
 
 from rl_jax.engine.config import EngineConfig
@@ -102,13 +104,13 @@ class Running:
         """Return the columns of the `used` slots, then empty rows up to `num_rows`."""
         padding = num_rows - len(used)
 
-        def padded(column: np.ndarray) -> np.ndarray:
-            return np.concatenate([column[used], np.zeros((padding, *column.shape[1:]), column.dtype)])
+        def padded(column: np.ndarray, filler: float = 0) -> jax.Array:
+            empty = np.full((padding, *column.shape[1:]), filler, column.dtype)
+            return cast(jax.Array, np.concatenate([column[used], empty]))  # jit takes NumPy as it is
 
         filters = None
         if self.is_filtered[used].any():
-            top_p_B = np.concatenate([self.top_p[used], np.ones(padding, np.float32)])
-            filters = Filters(top_p_B=top_p_B, top_k_B=padded(self.top_k), min_p_B=padded(self.min_p))
+            filters = Filters(top_p_B=padded(self.top_p, 1), top_k_B=padded(self.top_k), min_p_B=padded(self.min_p))
         return Slots(
             tokens_B=padded(self.tokens),
             positions_B=padded(self.positions),

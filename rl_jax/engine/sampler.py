@@ -10,13 +10,12 @@ Within a wave the result depends on the order of submission only: the engine see
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
-import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import jax
@@ -25,6 +24,7 @@ from jax.sharding import Mesh
 
 from rl_jax.engine.config import EngineConfig
 from rl_jax.engine.engine import Engine, Progress
+from rl_jax.engine.inbox import Abort, Call, Command, Event, Inbox, Submit, lost, post
 from rl_jax.engine.programs import Programs
 from rl_jax.mesh import MeshConfig, make_mesh
 from rl_jax.models.architecture import Architecture
@@ -36,57 +36,6 @@ from rl_jax.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-Event = Progress | SamplerLost
-
-
-@dataclass(frozen=True)
-class _Submit:
-    """Requests that start together; `sink` runs on `loop` for each of their events."""
-
-    tickets: list[int]
-    requests: list[Request]
-    loop: asyncio.AbstractEventLoop
-    sink: Callable[[Event], None]
-    is_streamed: bool
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A function of the engine thread; `sink` runs on `loop` with its result or its ValueError."""
-
-    function: Callable[[], object]
-    loop: asyncio.AbstractEventLoop
-    sink: Callable[[object], None]
-
-
-@dataclass(frozen=True)
-class _Abort:
-    tickets: list[int]
-
-
-@dataclass
-class _Inbox:
-    """Commands in order; closed for good by the reason why nobody reads it any more."""
-
-    commands: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    lost: BaseException | None = None
-
-    def put(self, command: _Submit | _Call | _Abort) -> None:
-        """Add a command, or raise SamplerLost."""
-        with self.lock:
-            if self.lost is not None:
-                raise _lost(self.lost)
-            self.commands.put(command)
-
-    def close(self, reason: BaseException) -> list[_Submit | _Call | _Abort]:
-        """Refuse further commands; returns those that nobody will read."""
-        with self.lock:
-            self.lost = reason
-        left = []
-        while not self.commands.empty():
-            left.append(self.commands.get())
-        return left
 
 
 class EmbeddedSampler:
@@ -115,7 +64,7 @@ class EmbeddedSampler:
         self._engine = Engine(self._programs, self._programs.place(weights), version, tokenizer)
         self._config = config
         self._tickets = itertools.count()
-        self._inbox = _Inbox()
+        self._inbox = Inbox()
         self._receivers: dict[int, tuple[asyncio.AbstractEventLoop, Callable[[Event], None]]] = {}
         self._is_paused = self._is_closing = False
         self._busy_s = 0.0
@@ -205,8 +154,7 @@ class EmbeddedSampler:
 
     async def health(self) -> SamplerHealth:
         """Return the state now."""
-        if self._inbox.lost is not None:
-            raise _lost(self._inbox.lost)
+        self._inbox.check()
         engine = self._engine
         return SamplerHealth(
             version=engine.version,
@@ -222,7 +170,7 @@ class EmbeddedSampler:
 
     async def close(self) -> None:
         """Abort everything: pending requests end with what they have. Later calls raise SamplerLost."""
-        if self._inbox.lost is None:
+        with contextlib.suppress(SamplerLost):  # it is gone already
             await self._call(self._set_closing)
         await asyncio.to_thread(self._thread.join)
 
@@ -230,13 +178,12 @@ class EmbeddedSampler:
         for request in requests:
             self._engine.check(request)
         tickets = [next(self._tickets) for _ in requests]
-        self._inbox.put(_Submit(tickets, list(requests), asyncio.get_running_loop(), sink, is_streamed))
+        self._inbox.put(Submit(tickets, list(requests), asyncio.get_running_loop(), sink, is_streamed))
         return tickets
 
     def _abort(self, tickets: list[int]) -> None:
-        with self._inbox.lock:
-            if self._inbox.lost is None:
-                self._inbox.commands.put(_Abort(tickets))
+        with contextlib.suppress(SamplerLost):  # then everything was aborted
+            self._inbox.put(Abort(tickets))
 
     async def _call(self, function: Callable[[], R]) -> R:
         """Run a function on the engine thread between two steps."""
@@ -250,7 +197,7 @@ class EmbeddedSampler:
             else:
                 future.set_result(cast(R, result))
 
-        self._inbox.put(_Call(function, asyncio.get_running_loop(), sink))
+        self._inbox.put(Call(function, asyncio.get_running_loop(), sink))
         return await future
 
     def _set_paused(self, is_paused: bool) -> None:
@@ -277,21 +224,17 @@ class EmbeddedSampler:
 
     def _read_inbox(self) -> None:
         """Handle the commands that are there; wait for one if there is nothing else to do."""
-        may_wait = self._is_paused or not self._engine.has_work
-        while not self._is_closing:
-            try:
-                command = self._inbox.commands.get(block=may_wait)
-            except queue.Empty:
-                return
+        wait = self._is_paused or not self._engine.has_work
+        while not self._is_closing and (command := self._inbox.get(wait=wait)) is not None:
             self._handle(command)
-            may_wait = False
+            wait = False
 
-    def _handle(self, command: _Submit | _Call | _Abort) -> None:
-        if isinstance(command, _Abort):
+    def _handle(self, command: Command) -> None:
+        if isinstance(command, Abort):
             for ticket in command.tickets:
                 self._receivers.pop(ticket, None)
                 self._engine.abort(ticket)
-        elif isinstance(command, _Submit):
+        elif isinstance(command, Submit):
             for ticket, request in zip(command.tickets, command.requests, strict=True):
                 self._receivers[ticket] = (command.loop, command.sink)
                 self._engine.add(ticket, request, command.is_streamed)
@@ -300,7 +243,7 @@ class EmbeddedSampler:
                 result: object = command.function()
             except ValueError as error:  # the caller's mistake; the engine is as it was
                 result = error
-            _post(command.loop, [lambda: command.sink(result)])
+            post(command.loop, [lambda: command.sink(result)])
 
     def _deliver(self, progress: Sequence[Progress]) -> None:
         """Hand the progress of one step to its receivers, one wake-up for each event loop."""
@@ -310,7 +253,7 @@ class EmbeddedSampler:
             loop, sink = receivers.pop(event.ticket) if event.completion else receivers[event.ticket]
             posts.setdefault(loop, []).append(lambda sink=sink, event=event: sink(event))
         for loop, calls in posts.items():
-            _post(loop, calls)
+            post(loop, calls)
 
     def _finish_all(self) -> None:
         ended = [(ticket, self._engine.abort(ticket)) for ticket in list(self._receivers)]
@@ -333,26 +276,6 @@ class EmbeddedSampler:
         """Fail what is pending and what comes later."""
         left = self._inbox.close(reason)
         waiting = list(self._receivers.values())
-        waiting += [(command.loop, command.sink) for command in left if isinstance(command, _Submit | _Call)]
+        waiting += [(command.loop, command.sink) for command in left if isinstance(command, Submit | Call)]
         for loop, sink in waiting:
-            _post(loop, [lambda sink=sink: sink(_lost(reason))])
-
-
-def _lost(reason: BaseException) -> SamplerLost:
-    error = SamplerLost(f"the embedded sampler is gone: {reason or repr(reason)}")
-    error.__cause__ = reason
-    return error
-
-
-def _post(loop: asyncio.AbstractEventLoop, calls: Sequence[Callable[[], None]]) -> None:
-    """Run `calls` on the loop, in order."""
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    try:
-        loop.call_soon_threadsafe(run)
-    except RuntimeError:
-        # The loop was closed: whoever waited there is gone, and with it the reason to tell them.
-        logger.debug("a result came after its event loop was closed")
+            post(loop, [lambda sink=sink: sink(lost(reason))])

@@ -18,7 +18,7 @@ class ServeConfig:
     max_tokens: int = 0
     """Longest completion when a request does not say; 0 = whatever the context has room for."""
     temperature: float = 1.0
-    """Temperature when a request does not say."""
+    """Temperature when a request does not say, in [0, 1000]; 0 = greedy."""
     top_p: float = 1.0
     """top_p when a request does not say, in (0, 1]; 1 = off."""
     top_k: int = 0
@@ -39,7 +39,7 @@ class ServeConfig:
                 None if 0 <= self.port <= 65535 else f"port={self.port}: expected 0 to 65535",
                 None if self.model_name else "model_name='': expected a name",
                 None if self.max_tokens >= 0 else f"max_tokens={self.max_tokens}: must be at least 0",
-                None if self.temperature >= 0 else f"temperature={self.temperature}: must be at least 0",
+                None if 0 <= self.temperature <= 1000 else f"temperature={self.temperature}: must be in [0, 1000]",
                 None if 0 < self.top_p <= 1 else f"top_p={self.top_p}: must be in (0, 1]",
                 None if self.top_k >= 0 else f"top_k={self.top_k}: must be at least 0",
                 None if 0 <= self.min_p <= 1 else f"min_p={self.min_p}: must be in [0, 1]",

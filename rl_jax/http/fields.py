@@ -70,9 +70,9 @@ class Fields:
         """Return an integer from low to high; true is none, and neither is 1.0."""
         return self.take(key, default, f"an integer from {low} to {high}", lambda v: is_integer(v, low, high))
 
-    def number(self, key: str, default: float, low: float, high: float = math.inf) -> float:
-        """Return a finite number from low to high."""
-        expected = f"a number from {low}" + (f" to {high}" if high < math.inf else "")
+    def number(self, key: str, default: float, low: float, high: float) -> float:
+        """Return a number from low to high."""
+        expected = f"a number from {low:g} to {high:g}"
         return float(self.take(key, default, expected, lambda v: is_number(v) and low <= v <= high))
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -139,8 +139,8 @@ def is_integer(value: object, low: int, high: int) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether `value` is a finite number."""
-    return type(value) is int or (type(value) is float and math.isfinite(value))
+    """Return whether `value` is a number that a float can hold; JSON's may have thousands of digits."""
+    return (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
 
 
 def is_text(value: object) -> TypeGuard[str]:

@@ -15,6 +15,7 @@ from rl_jax.sampler import Request, SamplingParams
 
 MAX_CHOICES = 128  # of one prompt
 MAX_REQUESTS = 1024  # of one call: prompts times choices
+MAX_TEMPERATURE = 1000.0  # beyond it nothing changes any more
 _MAX_INT = 2**31 - 1
 
 
@@ -139,7 +140,7 @@ def _read_params(fields: Fields, service: Service, max_tokens_keys: Sequence[str
     _refuse_other_distributions(fields)
     return SamplingParams(
         max_tokens=max(max_tokens) or config.max_tokens,
-        temperature=fields.number("temperature", config.temperature, 0.0),
+        temperature=fields.number("temperature", config.temperature, 0.0, MAX_TEMPERATURE),
         top_p=fields.take("top_p", config.top_p, "a number in (0, 1]", lambda v: is_number(v) and 0 < v <= 1),
         top_k=max(0, fields.integer("top_k", config.top_k, -1, _MAX_INT)),
         min_p=fields.number("min_p", config.min_p, 0.0, 1.0),

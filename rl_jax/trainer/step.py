@@ -116,8 +116,8 @@ class Programs:
             for name, loss in losses.items()
         }
         """loss name -> (Gradient (donated), params, MicroBatch, Counts) -> (Gradient, Told)"""
-        self.apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0, 1))
-        """(TrainState (donated), Gradient (donated)) -> (TrainState, Applied)"""
+        self.apply = jax.jit(partial(_apply, optimizer), donate_argnums=0)
+        """(TrainState (donated), Gradient) -> (TrainState, Applied)"""
         self.score = jax.jit(partial(_score, arch, forward))
         """(params, MicroBatch) -> logp_BT"""
         self.copy = jax.jit(lambda params: jax.tree.map(jnp.copy, compute_params(arch, params, forward.dtype)))
@@ -233,8 +233,8 @@ def _apply(
     params = optax.apply_updates(state.params, updates)
     stepped = TrainState(params=params, opt_state=opt_state, step=state.step + 1)
     applied = Applied(
-        grad_norm=optax.global_norm(gradient.params),
-        param_norm=optax.global_norm(state.params),
+        grad_norm=optax.tree.norm(gradient.params),
+        param_norm=optax.tree.norm(state.params),
         is_loss_finite=is_loss_finite,
         is_finite=is_finite,
     )

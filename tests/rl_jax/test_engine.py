@@ -77,9 +77,7 @@ class Model:
 @functools.cache
 def weights_of(arch: Architecture, seed: int = 0) -> Params:
     rng, mesh = np.random.default_rng(seed), make_mesh(MeshConfig())
-    flat = {
-        name: to_mesh(_draw(rng, param), mesh, spec(param.axes)) for name, param in flat_table(arch).items()
-    }
+    flat = {name: to_mesh(_draw(rng, param), mesh, spec(param.axes)) for name, param in flat_table(arch).items()}
     return traverse_util.unflatten_dict(flat, sep="/")
 
 
@@ -351,9 +349,7 @@ def test_no_page_leaks_and_nothing_is_written_wrongly_under_pressure(seed):
     tight = model(LLAMA, LLAMA_CONFIG)
     rng, engine, alone = np.random.default_rng(seed), tight.engine(), tight.engine()
     prompts = [prompt(int(n)) for n in rng.integers(1, 25, 5)]
-    sent = {
-        i: request(prompts[rng.integers(5)], int(rng.integers(1, 12)), seed=i, temperature=1.0) for i in range(16)
-    }
+    sent = {i: request(prompts[rng.integers(5)], int(rng.integers(1, 12)), seed=i, temperature=1.0) for i in range(16)}
     waiting, done = list(sent), {}
     while waiting or engine.has_work:
         for ticket in waiting[: rng.integers(0, 5)]:
@@ -425,7 +421,10 @@ def test_what_the_engine_was_not_set_up_for_is_refused():
     with pytest.raises(ValueError, match=r"expert.* = 1"):
         Programs(MOE, FORWARD, CONFIG, make_mesh(MeshConfig(expert=5), jax.devices()))
     with pytest.raises(ValueError, match="max_len=65: the model has positions for 64"):
-        Engine(Programs(LLAMA, FORWARD, replace(LLAMA_CONFIG, num_pages=0, max_len=65), make_mesh(MeshConfig())), one.weights)
+        Engine(
+            Programs(LLAMA, FORWARD, replace(LLAMA_CONFIG, num_pages=0, max_len=65), make_mesh(MeshConfig())),
+            one.weights,
+        )
 
 
 def test_non_finite_weights_stop_the_engine():

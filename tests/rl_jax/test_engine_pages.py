@@ -8,7 +8,7 @@ import pytest
 from rl_jax.engine.pages import PagePool, prefix_keys
 
 
-@hypothesis.given(st.lists(st.tuples(st.sampled_from("take hold drop find forget".split()), st.integers(0, 30))))
+@hypothesis.given(st.lists(st.tuples(st.sampled_from(["take", "hold", "drop", "find", "forget"]), st.integers(0, 30))))
 def test_pages_are_never_lost_shared_by_accident_or_given_out_while_known(actions):
     pool, held, known = PagePool(8), [], {}
     for action, n in actions:

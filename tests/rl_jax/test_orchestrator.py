@@ -202,7 +202,7 @@ def test_crash_anywhere_and_resume_trains_every_group_once(tmp_path_factory, see
 
     async def attempt(crash_after_s):
         nonlocal checkpoint
-        sampler = FakeSampler(random_delay(seed))
+        sampler = FakeSampler(random_delay(rng.random(), 0.03))
         shipper = make_shipper(config, make_player(sampler, FakePool(spread)), path / FILE, last_step=steps)
         version, state = checkpoint or (0, None)
         if state:
@@ -213,7 +213,7 @@ def test_crash_anywhere_and_resume_trains_every_group_once(tmp_path_factory, see
             await shipper.publish(None, version)
             for v in range(version, steps):
                 batch = await shipper.next_batch(v)
-                await asyncio.sleep(rng.random() * 0.003)
+                await asyncio.sleep(rng.random() * 0.01)
                 shipper.record_trained(v + 1, batch.rollouts)
                 if rng.random() < 0.5:
                     checkpoint = v + 1, shipper.snapshot().to_bytes()
@@ -227,7 +227,7 @@ def test_crash_anywhere_and_resume_trains_every_group_once(tmp_path_factory, see
         await shipper.close()
         return True
 
-    while not asyncio.run(attempt(rng.random() * 0.03 if rng.random() < 0.9 else 10.0)):
+    while not asyncio.run(attempt(rng.random() * 0.1 if rng.random() < 0.9 else 10.0)):
         pass
     account = checked(path)
     ledger = Ledger(path / FILE)
@@ -694,7 +694,7 @@ train_forever(Path(sys.argv[1]))
 
 def train_forever(path: Path) -> None:
     """Train until killed; checkpoint each step beside the ledger."""
-    orchestrator = make_orchestrator(path, FakeSampler(random_delay(9)), FakePool(spread))
+    orchestrator = make_orchestrator(path, FakeSampler(random_delay(9, 0.05)), FakePool(spread))
     orchestrator.start()
     orchestrator.publish(None, 0)
     for version in range(100_000):
