@@ -11,6 +11,7 @@ A folder without readable meta is no checkpoint: a killed writer leaves only fol
 neither the optimizer nor what the bytes mean.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -115,13 +116,13 @@ class Checkpointer:
         keep: list[ocp.checkpoint_managers.PreservationPolicy] = [ocp.checkpoint_managers.LatestN(config.keep_last)]
         if config.keep_every:
             keep.append(ocp.checkpoint_managers.EveryNSteps(config.keep_every))
-        options = ocp.CheckpointManagerOptions(
+        self._options = ocp.CheckpointManagerOptions(
             step_prefix="step",
             step_format_fixed_length=6,
             cleanup_tmp_directories=True,  # a killed writer's
             preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(keep),
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +153,7 @@ class Checkpointer:
         meta = Meta(step=step, architecture=self._arch, config_hash=self._config_hash, versions=versions)
         items = ocp.args.Composite(
             params=ocp.args.PyTreeSave(state.params),
-            rest=ocp.args.PyTreeSave(state.replace(params=None)),
+            rest=ocp.args.PyTreeSave(state.replace(params={})),
             host=ocp.args.ArraySave(np.frombuffer(host + b"\0", np.uint8)),  # Orbax refuses an empty array
             meta=ocp.args.JsonSave(dataclasses.asdict(meta)),
         )
@@ -191,7 +192,7 @@ class Checkpointer:
         if meta.architecture != self._arch:
             raise ConfigError([f"{folder}: is of another architecture, {_differences(meta.architecture, self._arch)}"])
         params = _restore_tree(folder / "params", abstract_state.params)
-        rest = _restore_tree(folder / "rest", abstract_state.replace(params=None))
+        rest = _restore_tree(folder / "rest", abstract_state.replace(params={}))
         with ocp.Checkpointer(ocp.ArrayCheckpointHandler()) as reader:
             as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
             host = reader.restore(folder / "host", args=ocp.args.ArrayRestore(restore_args=as_numpy))
@@ -205,15 +206,17 @@ class Checkpointer:
             self._manager.close()
 
     def _failed(self, step: int, why: str, needed_bytes: int | None = None) -> CheckpointFailed:
-        """Remove what was written of a checkpoint and say what is left."""
-        for partial in self._folder.glob(f"{_step_name(step)}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        """Remove what was written of a checkpoint, start afresh, and say what is left."""
+        with contextlib.suppress(*_WRITE_ERRORS):
+            self._manager.close()  # raises what it raised before
+        _remove_partial(self._folder, step)
+        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
         needed = "" if needed_bytes is None else f"{needed_bytes / 1e6:.1f} MB are needed and "
         free = f"{shutil.disk_usage(self._folder).free / 1e6:.1f} MB are free"
         latest = self.latest()
         left = "there is none before it" if latest is None else f"the last whole one is of step {latest}"
         return CheckpointFailed(
-            f"the checkpoint of step {step} failed in {self._folder}: {why}; {needed}{free}; {left}. "
+            f"the checkpoint of step {step} failed in {self._folder}: {why[:300]}; {needed}{free}; {left}. "
             "Free disk space or lower checkpoint.keep_last, then resume"
         )
 
@@ -286,6 +289,18 @@ def _restore_tree(folder: Path, abstract: T) -> T:
             f"{folder} {jax.tree_util.keystr(path)}: restored as {leaf.sharding}, asked for {like.sharding}"
         )
     return placed
+
+
+def _remove_partial(folder: Path, step: int) -> None:
+    """Remove a half-written checkpoint; other writers of it may still be at work for a moment after one has failed."""
+    for _ in range(20):
+        left = list(folder.glob(f"{_step_name(step)}.orbax-checkpoint-tmp*"))
+        if not left:
+            return
+        for partial in left:
+            shutil.rmtree(partial, ignore_errors=True)
+        time.sleep(0.05)
+    log.warning("%s: could not remove what is left of a failed checkpoint; remove it by hand", left)
 
 
 def _step_name(step: int) -> str:

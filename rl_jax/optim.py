@@ -151,15 +151,16 @@ def _muon(config: OptimConfig, roles: object) -> optax.GradientTransformation:
         return reshard(reshard(scaled, _by_layer(x, role, ("fsdp",))), spec(role.axes))
 
     def init(params: optax.Params) -> optax.OptState:
-        return local.init(jax.tree.map(whole, params, matrices))
+        state = local.init(jax.tree.map(whole, params, matrices))
+        # P() and P(None) are one layout but two types: the update returns the second, and must not compile again.
+        return state._replace(ns_coeffs=reshard(state.ns_coeffs, PartitionSpec(None)))
 
     def update(grads: optax.Updates, state: MuonState, params: object = None) -> tuple[optax.Updates, MuonState]:
         specs = jax.tree.map(lambda x, role: _by_layer(x, role, ("fsdp", "tensor")), grads, matrices)
-        state_specs = MuonState(count=PartitionSpec(), mu=specs, ns_coeffs=PartitionSpec())
+        state_specs = MuonState(count=PartitionSpec(), mu=specs, ns_coeffs=PartitionSpec(None))
         on_device = jax.shard_map(local.update, in_specs=(specs, state_specs), out_specs=(specs, state_specs))
-        updates, moved = on_device(jax.tree.map(whole, grads, matrices), state)
-        # shard_map respells the replicated sharding of the constants, which alone would compile the step again.
-        return jax.tree.map(back, updates, matrices), moved._replace(ns_coeffs=state.ns_coeffs)
+        updates, state = on_device(jax.tree.map(whole, grads, matrices), state)
+        return jax.tree.map(back, updates, matrices), state
 
     return optax.GradientTransformation(init, update)
 

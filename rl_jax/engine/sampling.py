@@ -12,6 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from rl_jax.sampler import SamplingParams
 
+_BLOCK = 128
+"""Tokens whose probabilities are summed before one of the sums is chosen."""
+
 
 @struct.dataclass
 class Filters:
@@ -36,7 +39,7 @@ def sample(
 
     Args:
         seeds_B2: high and low word of the seed.
-        index_B: position in the completion: the key is fold_in(key(seed), index).
+        index_B: position in the completion: the token is drawn with one number of the key fold_in(key(seed), index).
         temperature_B: 0 = the most likely token; its log-probability is that of temperature 1.
         filters: None = every token may be sampled.
     """
@@ -44,12 +47,44 @@ def sample(
     logits_BV = logits_BV / jnp.where(is_greedy_B, 1.0, temperature_B)[:, None]
     if filters is not None:
         logits_BV = jnp.where(keep_mask(logits_BV, filters), logits_BV, -jnp.inf)
+    peak_B = jnp.max(logits_BV, axis=1)
+    weights_BV = jnp.exp(logits_BV - peak_B[:, None])
     keys_B = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(seeds_B2, impl="threefry2x32"), index_B)
-    noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], jnp.float32))(keys_B)
-    noise_BV = jnp.where(is_greedy_B[:, None], 0.0, noise_BV)
-    tokens_B = jnp.argmax(logits_BV + noise_BV, axis=-1).astype(jnp.int32)
-    logprobs_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-    return tokens_B, jnp.take_along_axis(logprobs_BV, tokens_B[:, None], axis=1)[:, 0]
+    uniform_B = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys_B)
+    drawn_B, total_B = _draw(weights_BV, uniform_B)
+    # Two plain reductions: XLA's argmax is ten times slower than they are on CPU.
+    ids_V = jnp.arange(logits_BV.shape[1], dtype=jnp.int32)[None, :]
+    likeliest_B = jnp.min(jnp.where(logits_BV == peak_B[:, None], ids_V, logits_BV.shape[1] - 1), axis=1)
+    tokens_B = jnp.where(is_greedy_B, likeliest_B, drawn_B)
+    chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=1)[:, 0]
+    return tokens_B, chosen_B - peak_B - jnp.log(total_B)
+
+
+def _draw(
+    weights_BV: Float[Array, "B V"], uniform_B: Float[Array, " B"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Return a token drawn by inverting the cumulative sum of its row, and the sum of the row.
+
+    One random number a row instead of one a token, and two levels, so that no sum runs over the whole vocabulary.
+    """
+    width = _BLOCK
+    blocks_BCW = jnp.pad(weights_BV, ((0, 0), (0, -weights_BV.shape[1] % width))).reshape(len(weights_BV), -1, width)
+    ends_BC = jnp.cumsum(jnp.sum(blocks_BCW, axis=2), axis=1)
+    total_B = ends_BC[:, -1]
+    block_B, before_B = _invert(ends_BC, uniform_B * total_B)
+    ends_BW = jnp.cumsum(jnp.take_along_axis(blocks_BCW, block_B[:, None, None], axis=1)[:, 0], axis=1)
+    inside_B, _ = _invert(ends_BW, uniform_B * total_B - before_B)
+    return block_B * width + inside_B, total_B
+
+
+def _invert(ends_BC: jax.Array, target_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the first index whose cumulative sum is above the target, and the sum before it.
+
+    Rounding may put the target at or above the whole sum: then it is the last index that adds anything.
+    """
+    is_before_BC = (ends_BC <= target_B[:, None]) & (ends_BC < ends_BC[:, -1:])
+    index_B = jnp.sum(is_before_BC, axis=1, dtype=jnp.int32)
+    return index_B, jnp.max(jnp.where(is_before_BC, ends_BC, 0.0), axis=1)
 
 
 def keep_mask(logits_BV: Float[Array, "B V"], filters: Filters) -> Bool[Array, "B V"]:

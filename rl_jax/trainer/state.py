@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -14,7 +15,7 @@ from rl_jax.optim import Role
 
 @struct.dataclass
 class TrainState:
-    """The state of the trainer.
+    """The state of the trainer: arrays on the mesh, NumPy once read back, or shapes.
 
     Example: after the third step, step=3, and the weights are policy version 3.
     """
@@ -23,7 +24,7 @@ class TrainState:
     """float32 masters, keys of the parameter table."""
     opt_state: optax.OptState
     """float32 moments, sharded like their parameters (Muon's: see optim.py), and int32 counts."""
-    step: jax.Array
+    step: jax.Array | np.ndarray | jax.ShapeDtypeStruct
     """int32, steps taken."""
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.engine.sampling import Filters, keep_mask, sample, uses_filters
+from rl_jax.engine.sampling import Filters, _draw, keep_mask, sample, uses_filters
 from rl_jax.sampler import SamplingParams
 
 V = 23
@@ -105,8 +105,8 @@ def test_the_key_is_made_of_seed_and_position_only():
     tokens_B, _ = sample(logits_BV, seeds_B2, index_B, ones_B, None)
     for b in range(4):  # seeds below 2**32 are those of jax.random.key
         key = jax.random.fold_in(jax.random.key(np.uint32(seeds[b])), index_B[b])
-        noise_V = jax.random.gumbel(key, (V,), jnp.float32)
-        assert int(jnp.argmax(logits_BV[b] + noise_V)) == tokens_B[b]
+        ends_V = reference(logits_BV[b], 1.0, 1.0, 0, 0.0).cumsum()
+        assert np.searchsorted(ends_V, float(jax.random.uniform(key)), side="right") == tokens_B[b]
     alone = [sample(logits_BV[b:][:1], seeds_B2[b:][:1], index_B[b:][:1], ones_B[:1], None)[0][0] for b in range(6)]
     np.testing.assert_array_equal(tokens_B, alone)
     assert len({bytes(np.asarray(jax.random.key_data(k))) for k in map(_key, seeds_B2)}) == 6
@@ -114,6 +114,26 @@ def test_the_key_is_made_of_seed_and_position_only():
 
 def _key(words_2: np.ndarray) -> jax.Array:
     return jax.random.wrap_key_data(words_2, impl="threefry2x32")
+
+
+def test_every_part_of_a_large_vocabulary_is_drawn_and_what_is_dropped_never_is():
+    rows, size = 4096, 1000
+    logits_V = np.where(np.arange(size) % 250 == 131, 0.0, -np.inf).astype(np.float32)
+    words_B2 = np.stack([np.zeros(rows), np.arange(rows)], axis=1).astype(np.uint32)
+    ones_B, zeros_B = jnp.ones(rows, jnp.float32), jnp.zeros(rows, jnp.int32)
+    tokens_B, logprobs_B = sample(jnp.broadcast_to(logits_V, (rows, size)), words_B2, zeros_B, ones_B, None)
+    ids, counts = np.unique(tokens_B, return_counts=True)
+    assert ids.tolist() == [131, 381, 631, 881]
+    assert np.abs(counts - rows / 4).max() < 4 * np.sqrt(rows * 3 / 16)
+    np.testing.assert_allclose(logprobs_B, np.log(1 / 4), atol=1e-6)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-24, 1.0])
+def test_the_ends_of_the_unit_interval_draw_tokens_that_have_weight(uniform):
+    weights_BV = jnp.asarray([[0, 0, 1e-9, 3, 1e-7, 0] + [0] * 300, [0, 7] + [0] * 304], jnp.float32)
+    tokens_B, total_B = _draw(weights_BV, jnp.full(2, uniform, jnp.float32))
+    assert (np.take_along_axis(np.asarray(weights_BV), np.asarray(tokens_B)[:, None], 1) > 0).all()
+    np.testing.assert_allclose(total_B, [3, 7], rtol=1e-6)
 
 
 def test_greedy_takes_the_likeliest_at_temperature_one():

@@ -104,17 +104,13 @@ def test_gradient_does_not_depend_on_micro_batches_or_packing() -> None:
                 total, _ = programs.accumulate["rl"](total, params, put_batch(batch, MESH), counts)
         return jax.device_get(total.params)
 
-    whole = batches(rows=4, seq_len=19)
-    parts = batches(rows=2, seq_len=37)
+    config = PackingConfig(rows=4, seq_len=19)
+    whole = pack(ROLLOUTS, ADVANTAGES, config)
     assert len(whole) == 1
-    halves = [  # the same rows as `whole`, but two micro-batches; none of its sequences changes place
-        Batch(
-            **{name: np.concatenate([rows[part], np.zeros_like(rows[part])]) for name, rows in vars(whole[0]).items()}
-        )
-        for part in (slice(0, 2), slice(2, 4))
-    ]
+    thirds = [b for i in (0, 3, 6) for b in pack(ROLLOUTS[i : i + 3], ADVANTAGES[i : i + 3], config)]
+    halves = [b for i in (0, 1) for b in pack(ROLLOUTS[i::2], ADVANTAGES[i::2], config)]
     expected = gradient(whole)
-    for split in (parts, halves):
+    for split in (thirds, halves):
         for found, leaf in zip(jax.tree.leaves(gradient(split)), jax.tree.leaves(expected), strict=True):
             # Sums of 63 tokens in another order: 4 standard deviations of a walk of float32 roundings, some 16 a token.
             tolerance = 4 * np.sqrt(sum(LENGTHS) * 16) * 2**-24
