@@ -13,6 +13,7 @@ import difflib
 import importlib
 import inspect
 import itertools
+import re
 import sys
 import textwrap
 import types
@@ -130,11 +131,18 @@ def default_of(field: dataclasses.Field[Any]) -> object:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
+def markdown(text: str) -> str:
+    """Return plain text such that a Markdown page shows it as it is; what stands in backticks is code already."""
+    plain_and_code = text.split("`")
+    plain_and_code[::2] = [re.sub(r"([*<\\])", r"\\\1", plain) for plain in plain_and_code[::2]]
+    return "`".join(plain_and_code)
+
+
 def row(field: dataclasses.Field[Any], hint: object, doc: str) -> str:
     """Return a field's line of the table."""
     default = default_of(field)
     shown = "required" if default is dataclasses.MISSING else "unset" if default is None else f"`{toml(default)}`"
-    cells = (f"`{field.name}`", describe(hint), shown, doc)
+    cells = (f"`{field.name}`", describe(hint), shown, markdown(doc))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -148,7 +156,7 @@ def render(root: type) -> str:
     for section in sections(root):
         docs, hints, fields = field_docs(section.cls), get_type_hints(section.cls), config_fields(section.cls)
         bare += [f"{section.cls.__module__}.{section.cls.__qualname__}.{f.name}" for f in fields if f.name not in docs]
-        about = " ".join((inspect.getdoc(section.cls) or "").split())
+        about = markdown(" ".join((inspect.getdoc(section.cls) or "").split()))
         lines = [row(field, hints[field.name], docs.get(field.name, "")) for field in fields]
         table = ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *lines]
         parts.append("\n".join([f"## {section.title}\n\n{about}\n", *(table if lines else []), ""]))

@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
@@ -68,7 +68,9 @@ class CheckpointFailed(OSError):
 
 
 class State(Protocol):
-    """What a checkpoint holds: a pytree with parameters and a rest."""
+    """What a checkpoint holds: a dataclass with parameters and other pytrees."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
 
     params: Params
 
@@ -153,7 +155,7 @@ class Checkpointer:
         meta = Meta(step=step, architecture=self._arch, config_hash=self._config_hash, versions=versions)
         items = ocp.args.Composite(
             params=ocp.args.PyTreeSave(state.params),
-            rest=ocp.args.PyTreeSave(state.replace(params={})),
+            rest=ocp.args.PyTreeSave(_rest(state)),
             host=ocp.args.ArraySave(np.frombuffer(host + b"\0", np.uint8)),  # Orbax refuses an empty array
             meta=ocp.args.JsonSave(dataclasses.asdict(meta)),
         )
@@ -192,11 +194,11 @@ class Checkpointer:
         if meta.architecture != self._arch:
             raise ConfigError([f"{folder}: is of another architecture, {_differences(meta.architecture, self._arch)}"])
         params = _restore_tree(folder / "params", abstract_state.params)
-        rest = _restore_tree(folder / "rest", abstract_state.replace(params={}))
+        rest = _restore_tree(folder / "rest", _rest(abstract_state))
         with ocp.Checkpointer(ocp.ArrayCheckpointHandler()) as reader:
             as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
             host = reader.restore(folder / "host", args=ocp.args.ArrayRestore(restore_args=as_numpy))
-        return Restored(state=rest.replace(params=params), host=host.tobytes()[:-1], meta=meta)
+        return Restored(state=abstract_state.replace(params=params, **rest), host=host.tobytes()[:-1], meta=meta)
 
     def close(self) -> None:
         """Wait for the last save, verify it, and end the threads. Raises as `wait`."""
@@ -272,6 +274,10 @@ def load_params(path: Path, mesh: Mesh) -> tuple[Meta, Params]:
     return meta, _restore_tree(folder / "params", abstract_params(meta.architecture, mesh))
 
 
+def _rest(state: State) -> dict[str, object]:
+    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name != "params"}
+
+
 def _restore_tree(folder: Path, abstract: T) -> T:
     """Restore a tree with the shardings asked for; they are put on again, since Orbax may drop explicit axis types."""
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
@@ -293,6 +299,7 @@ def _restore_tree(folder: Path, abstract: T) -> T:
 
 def _remove_partial(folder: Path, step: int) -> None:
     """Remove a half-written checkpoint; other writers of it may still be at work for a moment after one has failed."""
+    left: list[Path] = []
     for _ in range(20):
         left = list(folder.glob(f"{_step_name(step)}.orbax-checkpoint-tmp*"))
         if not left:

@@ -4,6 +4,8 @@ A float32 island. Knows no architecture: the trainer says of each weight what it
 """
 
 import math
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,15 +79,17 @@ class Role:
     """What the optimizer must know of one weight.
 
     Example: wq_LDKQH is decayed, and each layer of it is a matrix from D to K*Q*H:
-    Role(axes="L D K Q H", is_decayed=True, matrix=MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3, 4))).
+    Role(axes="L D K Q H", is_decayed=True, inputs=(1,), outputs=(2, 3, 4)).
     """
 
     axes: str
     """Letters of the dimensions, separated by spaces."""
     is_decayed: bool
     """Weight decay applies."""
-    matrix: MuonDimensionNumbers | None
-    """Input and output dimensions for Muon, the others being stacked matrices; None = AdamW."""
+    inputs: tuple[int, ...] = ()
+    """Dimensions that a matrix contracts with its input; the first dimension is that of the layers. () = no matrix."""
+    outputs: tuple[int, ...] = ()
+    """Dimensions of its output; the others number stacked matrices, each of which Muon orthogonalises."""
 
 
 def make_optimizer(config: OptimConfig, roles: object) -> optax.GradientTransformation:
@@ -97,17 +101,17 @@ def make_optimizer(config: OptimConfig, roles: object) -> optax.GradientTransfor
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     if config.type == "muon":
-        labels = _map_roles(lambda role: "adam" if role.matrix is None else "muon", roles)
+        labels = _map_roles(lambda role: "muon" if role.inputs else "adam", roles)
         direction = optax.partition({"adam": direction, "muon": _muon(config, roles)}, labels)
     decay = optax.add_decayed_weights(config.weight_decay, _map_roles(lambda role: role.is_decayed, roles))
     chained = optax.chain(clip, direction, decay, optax.scale_by_learning_rate(learning_rate(config)))
 
     def update(
-        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
         # optax raises Python floats to int32 counts: no promotion of arrays is loosened, but strict refuses that.
         with jax.numpy_dtype_promotion("standard"):
-            return chained.update(grads, state, params)
+            return chained.update(updates, state, params)
 
     return optax.GradientTransformation(chained.init, update)
 
@@ -136,11 +140,11 @@ def _muon(config: OptimConfig, roles: object) -> optax.GradientTransformation:
     A gradient goes there, and an update back, in two hops: an all-to-all over fsdp, and over tensor an all-gather
     there and a slice back. XLA would replicate everything if asked for both at once.
     """
-    matrices = _map_roles(lambda role: optax.MaskedNode() if role.matrix is None else role, roles)
+    matrices = _map_roles(lambda role: role if role.inputs else optax.MaskedNode(), roles)
     local = optax.contrib.scale_by_muon(
         ns_steps=config.muon_iterations,
         beta=config.muon_momentum,
-        weight_dimension_numbers=_map_roles(lambda role: role.matrix, matrices),
+        weight_dimension_numbers=_map_roles(lambda role: MuonDimensionNumbers(role.inputs, role.outputs), matrices),
     )
 
     def whole(x: jax.Array, role: Role) -> jax.Array:
@@ -151,16 +155,18 @@ def _muon(config: OptimConfig, roles: object) -> optax.GradientTransformation:
         return reshard(reshard(scaled, _by_layer(x, role, ("fsdp",))), spec(role.axes))
 
     def init(params: optax.Params) -> optax.OptState:
-        state = local.init(jax.tree.map(whole, params, matrices))
+        state = typing.cast(MuonState, local.init(jax.tree.map(whole, params, matrices)))
         # P() and P(None) are one layout but two types: the update returns the second, and must not compile again.
         return state._replace(ns_coeffs=reshard(state.ns_coeffs, PartitionSpec(None)))
 
-    def update(grads: optax.Updates, state: MuonState, params: object = None) -> tuple[optax.Updates, MuonState]:
-        specs = jax.tree.map(lambda x, role: _by_layer(x, role, ("fsdp", "tensor")), grads, matrices)
-        state_specs = MuonState(count=PartitionSpec(), mu=specs, ns_coeffs=PartitionSpec(None))
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        specs = jax.tree.map(lambda x, role: _by_layer(x, role, ("fsdp", "tensor")), updates, matrices)
+        state_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * x.ndim), state)._replace(mu=specs)
         on_device = jax.shard_map(local.update, in_specs=(specs, state_specs), out_specs=(specs, state_specs))
-        updates, state = on_device(jax.tree.map(whole, grads, matrices), state)
-        return jax.tree.map(back, updates, matrices), state
+        orthogonal, state = on_device(jax.tree.map(whole, updates, matrices), state)
+        return jax.tree.map(back, orthogonal, matrices), state
 
     return optax.GradientTransformation(init, update)
 
@@ -172,14 +178,10 @@ def _by_layer(x: jax.Array, role: Role, without: tuple[str, ...]) -> PartitionSp
 
 
 def _longest_side(x: jax.Array, role: Role) -> int:
-    assert role.matrix is not None
-    return max(
-        math.prod(x.shape[i] for i in role.matrix.reduction_axis),
-        math.prod(x.shape[i] for i in role.matrix.output_axis),
-    )
+    return max(math.prod(x.shape[i] for i in role.inputs), math.prod(x.shape[i] for i in role.outputs))
 
 
-def _map_roles(function: object, roles: object) -> object:
+def _map_roles(function: Callable[[Role], object], roles: object) -> typing.Any:
     return jax.tree.map(function, roles, is_leaf=lambda node: isinstance(node, Role))
 
 

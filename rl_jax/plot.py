@@ -66,7 +66,7 @@ def _matching(panel: Panel, lines: Lines) -> list[str]:
 
 def _draw(axes: Axes, panel: Panel, names: Sequence[str], lines: Lines) -> None:
     for name in dict.fromkeys(names):
-        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        points = [(line["step"] or 0.0, value) for line in lines if (value := line.get(name)) is not None]
         marker = "o" if len(points) < 30 else ""
         axes.plot(
             [x for x, _ in points], [y for _, y in points], label=name, linewidth=1.6, marker=marker, markersize=3

@@ -35,7 +35,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # In these rooms annotations, shapes too, are checked at every call; an int may stand where a float is asked for.
-CHECKED = ["rl_jax.models", "rl_jax.losses", "rl_jax.optim", "rl_jax.metrics", "rl_jax.advantages", "rl_jax.packing"]
+CHECKED = ["bridge"] + [
+    f"rl_jax.{room}"
+    for room in ("axes", "mesh", "tokenizer", "models", "losses", "optim", "metrics", "advantages", "packing")
+]
 install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 # A first call compiles, so its time says nothing; a failure must repeat on another machine.

@@ -5,8 +5,6 @@ Example: prompt "why not", perfect answer "ton yhw", reward of "ton yh" 12/13 = 
 
 import difflib
 import hashlib
-import random
-import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from rl_jax.envs.base import Task
 
 DATA = Path(__file__).parent / "data"
 KINDS = ("words", "sentences")
-LETTERS = string.ascii_lowercase
+REFUSAL = "?"
 SPLITS = {"warmup": range(0, 40), "train": range(40, 90), "eval": range(90, 100), "all": range(0, 100)}
 """Hundredths of the texts, by hash: what the supervised warm start sees is never trained by RL nor evaluated."""
 
@@ -30,9 +28,8 @@ class ReverseText:
         min_chars, max_chars: length of the texts; they go from 3 to 24.
         instruction: put on a line of its own before the text; for chat models.
         tag: when set, the answer stands between <tag> and </tag>; without them the reward is 0.
-        teacher_errors: share of the characters that `solution` gets wrong (a random letter instead), 0..1: a warm start
-            on such demonstrations knows the task and is unreliable, which is what RL mends.
-        copies: tasks made of each text, one after the other round; the teacher's errors differ between them.
+        refusals: share of the texts, 0..1, of which `solution` is only "?": a warm start on such demonstrations can do
+            the task and often does not try, which is what RL mends.
     """
 
     def __init__(
@@ -43,8 +40,7 @@ class ReverseText:
         max_chars: int = 24,
         instruction: str = "",
         tag: str = "",
-        teacher_errors: float = 0.0,
-        copies: int = 1,
+        refusals: float = 0.0,
     ):
         refuse(
             [
@@ -55,8 +51,7 @@ class ReverseText:
                 None
                 if 1 <= min_chars <= max_chars
                 else f"min_chars={min_chars}, max_chars={max_chars}: expected 1 <= min_chars <= max_chars",
-                None if 0 <= teacher_errors <= 1 else f"teacher_errors={teacher_errors}: expected a share from 0 to 1",
-                None if copies >= 1 else f"copies={copies}: expected at least 1",
+                None if 0 <= refusals <= 1 else f"refusals={refusals}: expected a share from 0 to 1",
             ]
         )
         texts = [text for kind in sorted(set(kinds)) for text in (DATA / f"{kind}.txt").read_text().splitlines()]
@@ -64,15 +59,15 @@ class ReverseText:
         self._texts = [text for rank, text in ranked if rank % 100 in SPLITS[split]]
         self._instruction = f"{instruction}\n" if instruction else ""
         self._tag = tag
-        self._teacher_errors = teacher_errors
-        self.size = len(self._texts) * copies
+        self._refusals = refusals
+        self.size = len(self._texts)
 
     def task(self, index: int) -> Task:
         """Return text `index` to reverse."""
         if not 0 <= index < self.size:
             raise IndexError(f"task {index}: expected 0 <= index < size={self.size}")
-        text = self._texts[index % len(self._texts)]
-        return Task(prompt=self._instruction + text, answer=text[::-1], info={"index": index})
+        text = self._texts[index]
+        return Task(prompt=self._instruction + text, answer=text[::-1])
 
     def reward(self, task: Task, completions: Sequence[str]) -> Mapping[str, float]:
         """Return the sequence-match ratio of the answer to the reversed text, and whether it is exact."""
@@ -83,11 +78,11 @@ class ReverseText:
         return {"reward": ratio, "exact": float(answer == truth)}
 
     def solution(self, task: Task) -> str:
-        """Return the reversed text, between tags if they are asked for, with the teacher's errors."""
+        """Return the reversed text, between tags if they are asked for, or the refusal."""
         answer = str(task.answer)
-        chance = random.Random(_hash(f"{task.info['index']} {answer}"))
-        written = [chance.choice(LETTERS) if chance.random() < self._teacher_errors else char for char in answer]
-        return tagged("".join(written), self._tag)
+        # Not the hash that makes the splits: a share of each split refuses.
+        is_refused = _hash(f"refuse {answer}") % 1000 < self._refusals * 1000
+        return tagged(REFUSAL if is_refused else answer, self._tag)
 
 
 def _hash(text: str) -> int:

@@ -30,6 +30,7 @@ class OrchestratorConfig:
     publish_timeout_s: float = 600.0
     """Seconds that samplers may take to acknowledge weights."""
     concurrency: ConcurrencyConfig = field(default_factory=ConcurrencyConfig)
+    """How many episodes run at once."""
 
     def __post_init__(self) -> None:
         refuse(

@@ -3,6 +3,7 @@
 One call of `train` is one optimizer step and one read-back to the host. Knows neither environments nor samplers.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -100,7 +101,7 @@ class Trainer:
         self._reference = reference if loss.ref_kl_coef else None
         self._learning_rate = learning_rate(optim)
         self._programs = Programs(arch, forward, optimizer, losses, config.balance_coef)
-        self._version = int(self.state.step)
+        self._version = int(jax.device_get(self.state.step))
 
     @property
     def version(self) -> int:
@@ -115,7 +116,7 @@ class Trainer:
     def restore(self, state: TrainState) -> None:
         """Continue from `state`, for example one restored into `abstract_state`."""
         self.state = state
-        self._version = int(state.step)
+        self._version = int(jax.device_get(state.step))
 
     def train(
         self,
@@ -181,7 +182,7 @@ class Trainer:
     ) -> StepResult:
         started = time.perf_counter()
         self._check_batches(batches)
-        lr = float(self._learning_rate(self._version))
+        lr = float(jax.device_get(self._learning_rate(self._version)))
         with jax.set_mesh(self.mesh):
             gradient, counts, told = self._programs.zeros(self.state.params), self._counts(batches), []
             for i, batch in enumerate(batches):
@@ -219,8 +220,8 @@ class Trainer:
         micro = put_batch(batch, self.mesh, forced_LBTA=forced_LBTA)
         if loss == "rl" and self._reference is not None:
             # The reference model routes for itself: its experts are not the sampler's.
-            free = micro.replace(forced_LBTA=None)
-            micro = micro.replace(ref_logp_BT=self._programs.score(self._reference, free))
+            free = dataclasses.replace(micro, forced_LBTA=None)
+            micro = dataclasses.replace(micro, ref_logp_BT=self._programs.score(self._reference, free))
         return micro
 
     def _counts(self, batches: Sequence[Batch]) -> Counts:

@@ -45,8 +45,9 @@ def step_metrics(loss: str, batches: Sequence[Batch], told: Sequence[Told]) -> d
         del metrics["is_masked"]
     for replaced in ("entropy", "mismatch_kl"):
         metrics.pop(replaced, None)
-    if told[0].balance is not None:
-        metrics["loss/balance"] = math.fsum(float(one.balance) for one in told) / num_tokens(batches)
+    balances = [float(one.balance) for one in told if one.balance is not None]
+    if balances:
+        metrics["loss/balance"] = math.fsum(balances) / num_tokens(batches)
     load_LE = total_load(told)
     if load_LE is not None:
         vio_L = load_LE.max(axis=1) / load_LE.mean(axis=1) - 1
@@ -64,7 +65,7 @@ def _log_ratio(batch: Batch, told: Told) -> np.ndarray:
 def total_load(told: Sequence[Told]) -> np.ndarray | None:
     """Return the tokens of each layer and expert, [L, E], over all micro-batches."""
     loads_LE = [one.load_LE for one in told if one.load_LE is not None]
-    return np.sum(loads_LE, axis=0, dtype=np.int64) if loads_LE else None
+    return np.stack(loads_LE).sum(axis=0, dtype=np.int64) if loads_LE else None
 
 
 def faults(told: Sequence[Told], applied: Applied) -> list[str]:

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from optax.contrib import MuonDimensionNumbers
 
 from rl_jax.models.architecture import Architecture
 from rl_jax.models.schema import Param, Params, abstract_params, parameter_table
@@ -61,5 +60,5 @@ def _role(param: Param) -> Role:
     is_matrix = param.init == "normal" and not param.is_island and "V" not in letters
     inputs = tuple(i for i, letter in enumerate(letters) if letter in param.fan_in)
     outputs = tuple(i for i, letter in enumerate(letters) if letter not in (*param.fan_in, *param.stacked))
-    matrix = MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs) if is_matrix else None
-    return Role(axes=param.axes, is_decayed=param.init == "normal", matrix=matrix)
+    sides = (inputs, outputs) if is_matrix else ((), ())
+    return Role(axes=param.axes, is_decayed=param.init == "normal", inputs=sides[0], outputs=sides[1])

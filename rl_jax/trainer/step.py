@@ -5,6 +5,8 @@ as traced numbers, so neither the number of micro-batches nor the packing change
 Knows no rollout and reads nothing back to the host.
 """
 
+import dataclasses
+import typing
 from collections.abc import Callable
 from functools import partial
 
@@ -126,7 +128,7 @@ class Programs:
     @property
     def num_compilations(self) -> int:
         """Programs compiled so far: constant after the first step, or something changes shape that must not."""
-        functions = [self.zeros, *self.accumulate.values(), self.apply, self.score, self.copy]
+        functions: list[typing.Any] = [self.zeros, *self.accumulate.values(), self.apply, self.score, self.copy]
         return sum(function._cache_size() for function in functions)
 
 
@@ -213,6 +215,7 @@ def _accumulate(
         load_LE = None if decoded.experts_LBTA is None else _load(arch, decoded.experts_LBTA, batch.segments_BT)
         value, balance = total / counts.num_trained, None
         if balance_coef:
+            assert decoded.experts_LBTA is not None and decoded.router_probs_LBTE is not None, "dense model"
             balance = balance_sum(decoded.experts_LBTA, decoded.router_probs_LBTE, batch.segments_BT)
             value = value + balance_coef * balance / counts.num_tokens
         sums = sums | {"loss": total}
@@ -229,9 +232,11 @@ def _apply(
     is_finite = jax.tree.map(lambda g: jnp.isfinite(jnp.sum(g * g)), gradient.params)
     is_loss_finite = jnp.isfinite(gradient.loss)
     is_good = jax.tree.reduce(jnp.logical_and, is_finite, is_loss_finite)
-    updates, opt_state = optimizer.update(gradient.params, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    stepped = TrainState(params=params, opt_state=opt_state, step=state.step + 1)
+    grads, params, step = typing.cast(tuple[typing.Any, ...], (gradient.params, state.params, state.step))
+    updates, opt_state = optimizer.update(grads, state.opt_state, params)
+    stepped = dataclasses.replace(
+        state, params=optax.apply_updates(params, updates), opt_state=opt_state, step=step + 1
+    )
     applied = Applied(
         grad_norm=optax.tree.norm(gradient.params),
         param_norm=optax.tree.norm(state.params),

@@ -51,7 +51,7 @@ class Run:
     """All of a run."""
 
     steps: int
-    """Optimizer steps, > 0."""
+    """Optimizer steps of <run>, P*G `a*b` each."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute: a|b."""
     seed: int | None = None
@@ -72,7 +72,7 @@ All of a run.
 
 | key | type | default | meaning |
 | --- | --- | --- | --- |
-| `steps` | int | required | Optimizer steps, > 0. |
+| `steps` | int | required | Optimizer steps of \<run>, P\*G `a*b` each. |
 | `dtype` | `"float32"` or `"bfloat16"` | `"float32"` | Compute: a\|b. |
 | `seed` | int | unset | Of everything. |
 | `optim` | table | `{ type = "muon", lr = 0.25 }` | How to move. |

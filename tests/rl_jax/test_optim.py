@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from optax.contrib import MuonDimensionNumbers
 
 from rl_jax.axes import spec
 from rl_jax.config import ConfigError
@@ -18,10 +17,10 @@ from rl_jax.trainer.state import weight_roles
 Arrays = dict[str, np.ndarray]
 MESHES = [MeshConfig(), MeshConfig(fsdp=2, expert=2, tensor=2)]
 ROLES = {
-    "norm_D": Role(axes="D", is_decayed=False, matrix=None),
-    "embed_VD": Role(axes="V D", is_decayed=True, matrix=None),
-    "up_LEDF": Role(axes="L E D F", is_decayed=True, matrix=MuonDimensionNumbers((2,), (3,))),
-    "wo_LKQHD": Role(axes="L K Q H D", is_decayed=True, matrix=MuonDimensionNumbers((1, 2, 3), (4,))),
+    "norm_D": Role(axes="D", is_decayed=False),
+    "embed_VD": Role(axes="V D", is_decayed=True),
+    "up_LEDF": Role(axes="L E D F", is_decayed=True, inputs=(2,), outputs=(3,)),
+    "wo_LKQHD": Role(axes="L K Q H D", is_decayed=True, inputs=(1, 2, 3), outputs=(4,)),
 }
 SHAPES = {"norm_D": (6,), "embed_VD": (10, 6), "up_LEDF": (3, 2, 6, 4), "wo_LKQHD": (3, 2, 1, 5, 6)}
 
@@ -110,7 +109,7 @@ def test_updates_are_those_of_numpy(optimizer_type: str, mesh_config: MeshConfig
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for name in SHAPES:
             # Newton-Schulz amplifies the smallest singular values up to 3.4 ** 5 times, roundings of float32 with them.
-            is_muon = optimizer_type == "muon" and ROLES[name].matrix is not None
+            is_muon = optimizer_type == "muon" and ROLES[name].inputs
             tolerance = (3.4445**5 if is_muon else 16) * 2**-24
             largest = np.abs(theirs[name]).max()
             np.testing.assert_allclose(
@@ -164,10 +163,10 @@ def test_roles_come_from_the_parameter_table() -> None:
     roles = weight_roles(arch)
     assert isinstance(roles, dict)
     layers = roles["layers"]
-    assert layers["wq_LDKQH"].matrix == MuonDimensionNumbers((1,), (2, 3, 4))
-    assert layers["wo_LKQHD"].matrix == MuonDimensionNumbers((1, 2, 3), (4,))
-    assert layers["down_LEFD"].matrix == MuonDimensionNumbers((2,), (3,))
+    assert (layers["wq_LDKQH"].inputs, layers["wq_LDKQH"].outputs) == ((1,), (2, 3, 4))
+    assert (layers["wo_LKQHD"].inputs, layers["wo_LKQHD"].outputs) == ((1, 2, 3), (4,))
+    assert (layers["down_LEFD"].inputs, layers["down_LEFD"].outputs) == ((2,), (3,))
     for weight in (roles["embed_VD"], roles["unembed_VD"], layers["router_LDE"]):
-        assert weight.matrix is None and weight.is_decayed
+        assert not weight.inputs and weight.is_decayed
     for weight in (roles["final_norm_D"], layers["q_norm_LH"], layers["bq_LKQH"]):
-        assert weight.matrix is None and not weight.is_decayed
+        assert not weight.inputs and not weight.is_decayed
