@@ -5,6 +5,8 @@ Example: prompt "why not", perfect answer "ton yhw", reward of "ton yh" 12/13 = 
 
 import difflib
 import hashlib
+import random
+import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from rl_jax.envs.answer import answer_of, tagged
 from rl_jax.envs.base import Task
 
 DATA = Path(__file__).parent / "data"
-KINDS = ("words", "sentences")
+KINDS = ("words", "sentences", "letters")
+NUM_LETTERS = 20_000
 REFUSAL = "?"
 SPLITS = {"warmup": range(0, 40), "train": range(40, 90), "eval": range(90, 100), "all": range(0, 100)}
 """Hundredths of the texts, by hash: what the supervised warm start sees is never trained by RL nor evaluated."""
@@ -24,7 +27,8 @@ class ReverseText:
 
     Args:
         split: "warmup", "train", "eval" (no text is in two of them), or "all".
-        kinds: "words" and "sentences" (clauses of 2 to 6 words, with spaces and apostrophes), or one of them.
+        kinds: some of "words", "sentences" (clauses of 2 to 6 words, with spaces and apostrophes) and "letters" (made-up
+            strings, many more than there are real texts).
         min_chars, max_chars: length of the texts; they go from 3 to 24.
         instruction: put on a line of its own before the text; for chat models.
         tag: when set, the answer stands between <tag> and </tag>; without them the reward is 0.
@@ -35,7 +39,7 @@ class ReverseText:
     def __init__(
         self,
         split: str = "train",
-        kinds: Sequence[str] = KINDS,
+        kinds: Sequence[str] = ("words", "sentences"),
         min_chars: int = 1,
         max_chars: int = 24,
         instruction: str = "",
@@ -54,8 +58,8 @@ class ReverseText:
                 None if 0 <= refusals <= 1 else f"refusals={refusals}: expected a share from 0 to 1",
             ]
         )
-        texts = [text for kind in sorted(set(kinds)) for text in (DATA / f"{kind}.txt").read_text().splitlines()]
-        ranked = sorted((_hash(text), text) for text in texts if min_chars <= len(text) <= max_chars)
+        texts = {text for kind in kinds for text in _texts(kind) if min_chars <= len(text) <= max_chars}
+        ranked = sorted((_hash(text), text) for text in texts)
         self._texts = [text for rank, text in ranked if rank % 100 in SPLITS[split]]
         self._instruction = f"{instruction}\n" if instruction else ""
         self._tag = tag
@@ -83,6 +87,13 @@ class ReverseText:
         # Not the hash that makes the splits: a share of each split refuses.
         is_refused = _hash(f"refuse {answer}") % 1000 < self._refusals * 1000
         return tagged(REFUSAL if is_refused else answer, self._tag)
+
+
+def _texts(kind: str) -> list[str]:
+    if kind != "letters":
+        return (DATA / f"{kind}.txt").read_text().splitlines()
+    chance = random.Random(0)
+    return ["".join(chance.choices(string.ascii_lowercase, k=chance.randint(3, 24))) for _ in range(NUM_LETTERS)]
 
 
 def _hash(text: str) -> int:

@@ -20,8 +20,8 @@ from rl_jax.axes import BATCH_AXES, spec
 from rl_jax.models.architecture import Architecture
 
 GroupedMatmul = Literal["blocks", "ragged", "dense"]
-"""blocks: rows of an expert padded to blocks, one batched matmul (CPU, any platform); ragged: lax.ragged_dot (TPU);
-dense: every expert on every row (the oracle)."""
+"""blocks: a loop over blocks of rows of one expert (CPU; correct on any platform); ragged: lax.ragged_dot (TPU); dense:
+every expert on every row (the oracle)."""
 
 
 @struct.dataclass
@@ -32,8 +32,6 @@ class Routing:
     """int32"""
     weights_TA: jax.Array
     """float32"""
-    probs_TE: jax.Array
-    """float32, the router's softmax over all experts."""
 
 
 def moe_layer(
@@ -66,8 +64,8 @@ def route(
     x_TD: Float[Array, "T D"],
     router_DE: Float[Array, "D E"],
     forced_TA: Int[Array, "T A"] | None = None,
-) -> Routing:
-    """Choose experts by softmax top-k in float32; ties go to the lower id.
+) -> tuple[Routing, Float[Array, "T E"]]:
+    """Choose experts by softmax top-k in float32, ties going to the lower id; return that and the softmax.
 
     The weight of a forced expert is its own probability, so the router keeps its gradient under replay.
     """
@@ -80,7 +78,7 @@ def route(
     weights_TA = jnp.einsum("TAE,TE->TA", chosen_TAE, probs_TE)
     if arch.normalise_routing:
         weights_TA = weights_TA / jnp.sum(weights_TA, axis=-1, keepdims=True)
-    return Routing(experts_TA=experts_TA, weights_TA=weights_TA, probs_TE=probs_TE)
+    return Routing(experts_TA=experts_TA, weights_TA=weights_TA), probs_TE
 
 
 def _moe_on_device(
@@ -95,16 +93,18 @@ def _moe_on_device(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
     forced_TA = forced[0].reshape(x_TD.shape[0], -1) if forced else None
-    routing = route(arch, x_TD, router_DE, forced_TA)
+    routing, probs_TE = route(arch, x_TD, router_DE, forced_TA)
     experts_BTA = routing.experts_TA.reshape(*x_BTD.shape[:2], -1)
-    probs_BTE = routing.probs_TE.reshape(*x_BTD.shape[:2], -1)
+    probs_BTE = probs_TE.reshape(*x_BTD.shape[:2], -1)
     num_shards = lax.axis_size("expert")
     if num_shards > 1:
         gather = partial(lax.all_gather, axis_name="expert", axis=0, tiled=True)
         x_TD, routing = gather(x_TD), jax.tree.map(gather, routing)
         first = lax.axis_index("expert") * gate_EDF.shape[0]
         routing = routing.replace(experts_TA=routing.experts_TA - first)
-    y_TD = EXPERTS[backend](x_TD, routing, gate_EDF, up_EDF, down_EFD)
+    # In the backward pass these two lines sum the gradients of the weights over data and fsdp, of the rows over tensor.
+    weights = lax.pcast((gate_EDF, up_EDF, down_EFD), ("data", "fsdp"), to="varying")
+    y_TD = EXPERTS[backend](lax.pcast(x_TD, "tensor", to="varying"), routing, *weights)
     if num_shards > 1:
         y_TD = lax.psum_scatter(y_TD, "expert", scatter_dimension=0, tiled=True)
     y_TD = lax.psum(y_TD, "tensor")
@@ -144,15 +144,58 @@ def _experts_ragged(
 def _experts_blocks(
     x_TD: jax.Array, routing: Routing, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
 ) -> jax.Array:
-    """Rows of each expert padded to whole blocks of M rows; one batched matmul over the blocks with their weights.
+    """Rows of each expert padded to whole blocks of M rows; a loop over the blocks, each with one expert's weights.
 
-    The number of blocks Z is static and enough for any routing, so nothing is ever dropped.
+    The number of blocks Z is static and enough for any routing, so nothing is ever dropped; the loop ends with the
+    last block in use. Few rows do without blocks.
     """
     num_experts, num_active = gate_EDF.shape[0], routing.experts_TA.shape[1]
-    owner_R = _local_or(routing.experts_TA, num_experts).reshape(-1)
-    num_rows, num_tokens = owner_R.shape[0], x_TD.shape[0]
+    num_rows, num_tokens = routing.experts_TA.size, x_TD.shape[0]
+    if num_rows <= 2 * num_experts:
+        return _experts_rows(x_TD, routing, gate_EDF, up_EDF, down_EFD)
     block = block_rows(num_rows, num_experts)
-    num_blocks = min(num_rows, num_rows // block + num_experts)
+    num_blocks = num_rows // block + num_experts
+    owner_R = _local_or(routing.experts_TA, num_experts).reshape(-1)
+    slot_R, expert_Z, num_used = _place(owner_R, num_experts, block, num_blocks)
+    rows_ZM = jnp.full((num_blocks * block,), num_rows, jnp.int32)
+    rows_ZM = rows_ZM.at[slot_R].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
+    slots_TA = slot_R.reshape(routing.experts_TA.shape)
+    token_ZM = jnp.where(rows_ZM < num_rows, rows_ZM // num_active, num_tokens)
+    x_ZMD = _dispatch(x_TD, token_ZM, slots_TA).reshape(num_blocks, block, -1)
+    out_ZMD = _loop(x_ZMD, gate_EDF, up_EDF, down_EFD, expert_Z, num_used)
+    picked_TAD = _collect(out_ZMD.reshape(num_blocks * block, -1), rows_ZM, slots_TA)
+    weights_TA = jnp.where(slots_TA < num_blocks * block, routing.weights_TA, 0.0)
+    return jnp.einsum("TAD,TA->TD", picked_TAD, weights_TA.astype(picked_TAD.dtype))
+
+
+def _experts_rows(
+    x_TD: jax.Array, routing: Routing, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
+) -> jax.Array:
+    """Each row with its own copy of its expert's weights: the least to read and to do when rows are few."""
+    num_experts, num_active = gate_EDF.shape[0], routing.experts_TA.shape[1]
+    # A row of another shard takes the last expert here, and counts nothing in _combine.
+    owner_R = jnp.minimum(_local_or(routing.experts_TA, num_experts), num_experts - 1).reshape(-1)
+    x_RD = jnp.repeat(x_TD, num_active, axis=0)
+    gate_RF = jnp.einsum("RD,RDF->RF", x_RD, gate_EDF[owner_R])
+    hidden_RF = _swiglu(gate_RF, jnp.einsum("RD,RDF->RF", x_RD, up_EDF[owner_R]))
+    out_RD = jnp.einsum("RF,RFD->RD", hidden_RF, down_EFD[owner_R])
+    slots_TA = jnp.arange(owner_R.shape[0], dtype=jnp.int32).reshape(routing.experts_TA.shape)
+    return _combine(out_RD, slots_TA, routing, num_experts)
+
+
+EXPERTS = {"dense": _experts_dense, "ragged": _experts_ragged, "blocks": _experts_blocks}
+
+
+def block_rows(num_rows: int, num_experts: int) -> int:
+    """Return the rows of a block: the power of two at or below an expert's share, at most 64.
+
+    Larger blocks waste padding (E * M / 2 rows), smaller ones read the weights of an expert more often.
+    """
+    return min(64, 2 ** int(math.log2(max(1, num_rows // num_experts))))
+
+
+def _place(owner_R: jax.Array, num_experts: int, block: int, num_blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the slot of each row (Z * M: another shard's), the expert of each block, and how many blocks are in use."""
     is_mine_RE = owner_R[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, :]
     earlier_RE = jnp.cumsum(is_mine_RE.astype(jnp.int32), axis=0)
     rank_R = jnp.sum(jnp.where(is_mine_RE, earlier_RE - 1, 0), axis=1)
@@ -162,29 +205,57 @@ def _experts_blocks(
     slot_R = jnp.where(owner_R < num_experts, start_R * block + rank_R, num_blocks * block)
     ids_Z = jnp.arange(num_blocks, dtype=jnp.int32)
     expert_Z = jnp.minimum(jnp.sum(ids_Z[:, None] >= ends_E[None, :], axis=1), num_experts - 1)
-    rows_ZM = jnp.full((num_blocks * block,), num_rows, jnp.int32)
-    rows_ZM = rows_ZM.at[slot_R].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
-    slots_TA = slot_R.reshape(routing.experts_TA.shape)
-    token_ZM = jnp.where(rows_ZM < num_rows, rows_ZM // num_active, num_tokens)
-    x_ZMD = _dispatch(x_TD, token_ZM, slots_TA).reshape(num_blocks, block, -1)
-    gate_ZDF, up_ZDF, down_ZFD = gate_EDF[expert_Z], up_EDF[expert_Z], down_EFD[expert_Z]
-    hidden_ZMF = _swiglu(jnp.einsum("ZMD,ZDF->ZMF", x_ZMD, gate_ZDF), jnp.einsum("ZMD,ZDF->ZMF", x_ZMD, up_ZDF))
-    out_RD = jnp.einsum("ZMF,ZFD->ZMD", hidden_ZMF, down_ZFD).reshape(num_blocks * block, -1)
-    picked_TAD = _collect(out_RD, rows_ZM, slots_TA)
-    weights_TA = jnp.where(slots_TA < out_RD.shape[0], routing.weights_TA, 0.0)
-    return jnp.einsum("TAD,TA->TD", picked_TAD, weights_TA.astype(out_RD.dtype))
+    return slot_R, expert_Z, ends_E[-1]
 
 
-EXPERTS = {"dense": _experts_dense, "ragged": _experts_ragged, "blocks": _experts_blocks}
+def _block(x_MD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:
+    hidden_MF = _swiglu(jnp.einsum("MD,DF->MF", x_MD, gate_DF), jnp.einsum("MD,DF->MF", x_MD, up_DF))
+    return jnp.einsum("MF,FD->MD", hidden_MF, down_FD)
 
 
-def block_rows(num_rows: int, num_experts: int) -> int:
-    """Return the rows of a block: a power of two near a quarter of an expert's share, at most 128.
+@jax.custom_vjp
+def _loop(
+    x_ZMD: jax.Array,
+    gate_EDF: jax.Array,
+    up_EDF: jax.Array,
+    down_EFD: jax.Array,
+    expert_Z: jax.Array,
+    num_used: jax.Array,
+) -> jax.Array:
+    """Compute the blocks in use, one after the other; the others stay zeros.
 
-    Larger blocks waste padding (E * M / 2 rows), smaller ones copy the weights of an expert more often.
+    A loop of unknown length has no automatic gradient. This one keeps no hidden row: it computes a block again, and
+    adds to the weight gradients (float32) in place, where a batched matmul scatters a gradient for each block.
     """
-    share = max(1, num_rows // (4 * num_experts))
-    return min(128, 2 ** round(math.log2(share)))
+
+    def step(z: jax.Array, out_ZMD: jax.Array) -> jax.Array:
+        e = expert_Z[z]
+        return out_ZMD.at[z].set(_block(x_ZMD[z], gate_EDF[e], up_EDF[e], down_EFD[e]))
+
+    return lax.fori_loop(0, num_used, step, jnp.zeros_like(x_ZMD))
+
+
+def _loop_forward(*args: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _loop(*args), args
+
+
+def _loop_backward(args: tuple[jax.Array, ...], dout_ZMD: jax.Array) -> tuple[jax.Array | None, ...]:
+    x_ZMD, *weights, expert_Z, num_used = args
+
+    def step(z: jax.Array, grads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        e = expert_Z[z]
+        dx_ZMD, *dweights = grads
+        _, transpose = jax.vjp(_block, x_ZMD[z], *(weight[e] for weight in weights))
+        dx_MD, *terms = transpose(dout_ZMD[z])
+        sums = (total.at[e].add(term.astype(jnp.float32)) for total, term in zip(dweights, terms, strict=True))
+        return dx_ZMD.at[z].set(dx_MD), *sums
+
+    zeros = (jnp.zeros_like(x_ZMD), *(jnp.zeros_like(weight, jnp.float32) for weight in weights))
+    dx_ZMD, *dweights = lax.fori_loop(0, num_used, step, zeros)
+    return dx_ZMD, *(d.astype(w.dtype) for d, w in zip(dweights, weights, strict=True)), None, None
+
+
+_loop.defvjp(_loop_forward, _loop_backward)
 
 
 def _local_or(experts_TA: jax.Array, num_experts: int) -> jax.Array:

@@ -32,7 +32,7 @@ class ForwardConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations and of weights in matmuls; router, norms, softmax and log-probabilities stay float32."""
     grouped_matmul: GroupedMatmul = "blocks"
-    """Backend of the experts: blocks (any platform), ragged (TPU), dense (oracle: computes every expert)."""
+    """Backend of the experts: blocks (CPU), ragged (TPU), dense (oracle: computes every expert)."""
     remat: Remat = "none"
     """What the backward pass computes again: none, dots (all but matmul results), full (all of a layer)."""
     scan_unroll: int = 1
