@@ -19,6 +19,7 @@ from rl_jax.config import ConfigError, load, refuse, to_toml
 from rl_jax.engine.config import EngineConfig
 from rl_jax.envs.pool import PoolConfig
 from rl_jax.envs.registry import EnvConfig
+from rl_jax.http.config import ServeConfig
 from rl_jax.losses import LossConfig
 from rl_jax.mesh import MeshConfig
 from rl_jax.metrics import MetricsConfig
@@ -126,6 +127,8 @@ class RunConfig:
     """Checkpoints of the run."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     """Where metrics go."""
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    """The HTTP server of python -m rl_jax.serve."""
 
     @property
     def all_envs(self) -> tuple[EnvConfig, ...]:
@@ -133,17 +136,18 @@ class RunConfig:
         return (*self.envs, *self.evaluate.envs, *self.sft.envs)
 
 
-def check(config: RunConfig, arch: Architecture, does: Literal["rl", "sft", "sample"]) -> None:
-    """Refuse what rooms disagree on, for a command that does RL, supervised training, or sampling only.
+def check(config: RunConfig, arch: Architecture, does: Literal["rl", "sft", "evaluate", "serve"]) -> None:
+    """Refuse what rooms disagree on, for a command that does one of these.
 
     Raises:
         ConfigError: with every fault.
     """
     refuse(
         [
-            *(mesh_faults(arch, vars(config.mesh)) if does != "sample" else ()),
-            *(_faults_of_rows(config, arch) if does != "sample" else ()),
+            *(mesh_faults(arch, vars(config.mesh)) if does in ("rl", "sft") else ()),
+            *(_faults_of_rows(config, arch) if does in ("rl", "sft") else ()),
             *(_faults_of_context(config, arch) if does != "sft" else ()),
+            *(_faults_of_turns(config) if does in ("rl", "evaluate") else ()),
             *_faults_of_envs(config),
             *(_faults_of_rl(config, arch) if does == "rl" else ()),
         ]
@@ -160,9 +164,13 @@ def _faults_of_rows(config: RunConfig, arch: Architecture) -> Iterator[str]:
 
 
 def _faults_of_context(config: RunConfig, arch: Architecture) -> Iterator[str]:
-    context, max_tokens = config.sampler.max_len, config.episode.max_tokens
+    context = config.sampler.max_len
     if context > arch.max_positions:
         yield f"sampler.max_len={context}: the model has max_positions={arch.max_positions}"
+
+
+def _faults_of_turns(config: RunConfig) -> Iterator[str]:
+    max_tokens, context = config.episode.max_tokens, config.sampler.max_len
     if max_tokens >= context:
         yield f"episode.max_tokens={max_tokens}: leaves no room for a prompt in sampler.max_len={context}"
 

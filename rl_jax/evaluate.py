@@ -61,7 +61,7 @@ def _chosen(config: cli.RunConfig, name: str | None) -> EvaluateConfig:
 
 def _evaluate(config: cli.RunConfig, policy: Path) -> dict[str, float]:
     arch, params = rooms.load_policy(policy, make_mesh(MeshConfig()))
-    cli.check(config, arch, "sample")
+    cli.check(config, arch, "evaluate")
     tokenizer = rooms.load_tokenizer(config, arch, rooms.tokenizer_dir(policy))
     pool = rooms.start_pool(config)
     sampler = rooms.make_sampler(config, arch, tokenizer, params)

@@ -178,8 +178,8 @@ def layer_on(
         return jnp.sum(y_BTD * dy_BTD) + jnp.sum(probs_BTE * dprobs_BTE), (y_BTD, experts_BTA, probs_BTE)
 
     with jax.set_mesh(mesh):
-        step, x_BTD = jax.jit(loss), to_mesh(x_BTD, mesh, batch)
-        return [jax.device_get(jax.tree.leaves(step(x_BTD, weights, to_mesh(f, mesh, batch)))) for f in forcings]
+        step, input_BTD = jax.jit(loss), to_mesh(x_BTD, mesh, batch)
+        return [jax.device_get(jax.tree.leaves(step(input_BTD, weights, to_mesh(f, mesh, batch)))) for f in forcings]
 
 
 @pytest.mark.parametrize("num_times", [1, 9], ids=["few-rows", "blocks"])
