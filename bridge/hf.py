@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
-from flax import traverse_util
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -20,7 +19,7 @@ from safetensors.numpy import save_file
 from bridge.names import from_hf, hf_shapes, hf_slices, to_hf
 from rl_jax.config import ConfigError
 from rl_jax.models.architecture import Architecture, to_hf_config
-from rl_jax.models.schema import Param, Params, abstract_params, flat_table
+from rl_jax.models.schema import Param, Params, abstract_params, flat, flat_table, nested
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _TOKENIZER_FILES = (
@@ -44,12 +43,12 @@ def load_params(directory: str | Path, arch: Architecture, mesh: Mesh) -> Params
     files = tensor_files(directory)
     _check(directory, arch, files)
     table = flat_table(arch)
-    abstract = traverse_util.flatten_dict(abstract_params(arch, mesh), sep="/")
+    abstract = flat(abstract_params(arch, mesh))
     params = {}
     for key, param in table.items():
         read = _reader(param, files)
         params[key] = jax.make_array_from_callback(param.sizes, abstract[key].sharding, read)
-    return traverse_util.unflatten_dict(params, sep="/")
+    return nested(params)
 
 
 def save_params(
@@ -61,9 +60,9 @@ def save_params(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     tensors = {}
-    flat = traverse_util.flatten_dict(params, sep="/")
+    values = flat(params)
     for key, param in flat_table(arch).items():
-        value = np.asarray(flat[key])
+        value = np.asarray(values[key])
         for index, name in hf_slices(param):
             tensors[name] = np.ascontiguousarray(to_hf(param, value[index])).astype(ml_dtypes.bfloat16)
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
@@ -128,12 +127,13 @@ def _listed(directory: str | Path, what: str, names: list[str]) -> list[str]:
     return [*shown, f"{directory}: and {more} more of this kind"] if more > 0 else shown
 
 
-def _reader(param: Param, files: Mapping[str, Path]) -> Callable[[tuple[slice, ...]], np.ndarray]:
+def _reader(param: Param, files: Mapping[str, Path]) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
     """Return the callback that reads one device's slice of a parameter."""
     letters = param.axes.split()
     stacked = [letters.index(letter) for letter in param.stacked]
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "JAX asks for slices of a sharded array"
         inner = tuple(part for dim, part in enumerate(index) if dim not in stacked)
         ranges = [range(*index[dim].indices(param.sizes[dim])) for dim in stacked]
         pieces = [

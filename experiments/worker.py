@@ -58,7 +58,9 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             tail = "\n".join(self._log.read_text().splitlines()[-30:])
-            raise SystemExit(f"{command} ended its process (exit code {self._process.wait()}). It printed last:\n{tail}")
+            raise SystemExit(
+                f"{command} ended its process (exit code {self._process.wait()}). It printed last:\n{tail}"
+            )
         return json.loads(line)
 
 

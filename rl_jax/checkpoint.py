@@ -74,10 +74,6 @@ class State(Protocol):
 
     params: Params
 
-    def replace(self, **fields: object) -> Self:
-        """Return a copy with these fields."""
-        ...
-
 
 S = TypeVar("S", bound=State)
 T = TypeVar("T")
@@ -198,7 +194,9 @@ class Checkpointer:
         with ocp.Checkpointer(ocp.ArrayCheckpointHandler()) as reader:
             as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
             host = reader.restore(folder / "host", args=ocp.args.ArrayRestore(restore_args=as_numpy))
-        return Restored(state=abstract_state.replace(params=params, **rest), host=host.tobytes()[:-1], meta=meta)
+        return Restored(
+            state=dataclasses.replace(abstract_state, params=params, **rest), host=host.tobytes()[:-1], meta=meta
+        )
 
     def close(self) -> None:
         """Wait for the last save, verify it, and end the threads. Raises as `wait`."""

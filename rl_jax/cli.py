@@ -14,9 +14,10 @@ from typing import Literal
 from rich.console import Console
 
 from rl_jax.advantages import AdvantageConfig
-from rl_jax.checkpoint import CheckpointConfig
+from rl_jax.checkpoint import CheckpointConfig, CheckpointFailed
 from rl_jax.config import ConfigError, load, refuse, to_toml
 from rl_jax.engine.config import EngineConfig
+from rl_jax.envs.errors import EnvError
 from rl_jax.envs.pool import PoolConfig
 from rl_jax.envs.registry import EnvConfig
 from rl_jax.http.config import ServeConfig
@@ -29,14 +30,21 @@ from rl_jax.models.transformer import ForwardConfig
 from rl_jax.optim import OptimConfig
 from rl_jax.orchestrator.config import OrchestratorConfig
 from rl_jax.packing import PackingConfig
-from rl_jax.rollout.canary import CanaryConfig
+from rl_jax.progress import Dashboard
+from rl_jax.rollout.canary import CanaryConfig, CanaryFailed
 from rl_jax.rollout.episode import EpisodeConfig
 from rl_jax.rollout.evaluation import EvaluateConfig
-from rl_jax.trainer.loop import TrainerConfig
+from rl_jax.run_folder import RunFolder
+from rl_jax.sampler import SamplerLost
+from rl_jax.trainer.loop import NonFinite, TrainerConfig
 from rl_jax.trainer.supervised import SftConfig
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+
+RUN_FAILURES = (CanaryFailed, CheckpointFailed, NonFinite, SamplerLost, EnvError, OSError, RuntimeError, ValueError)
+"""What ends a run with a message; its log has the rest, its last checkpoint is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,11 +265,39 @@ def run_entry(entry: Callable[[argparse.Namespace], int], args: argparse.Namespa
         for fault in error.faults:
             console.print(f"  - {fault}", markup=False, highlight=False)
         return EXIT_BAD_INPUT
+    except (SamplerLost, EnvError, OSError) as error:
+        console.print(f"failed: {error}", markup=False, highlight=False)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         console.print("[bold]stopped[/]")
         return EXIT_INTERRUPTED
 
 
+def supervise(run: Callable[[], int], folder: RunFolder, resume: str, dashboard: Dashboard) -> int:
+    """Run with the folder's log; what can end a run becomes an exit code, and a message that says how to go on.
+
+    Raises:
+        ConfigError: as `run` does; for `run_entry`.
+    """
+    with folder.logged():
+        try:
+            return run()
+        except ConfigError:
+            raise
+        except RUN_FAILURES as error:
+            logging.getLogger(__name__).exception("the run ended")
+            dashboard.say(f"the run ended: {error}\ndetails in {folder.log}; continue with: {resume}")
+            return EXIT_FAILED
+        except KeyboardInterrupt:
+            dashboard.say(f"stopped at once; continue with: {resume}")
+            return EXIT_INTERRUPTED
+
+
 def arguments(args: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `argv`, or the command line if None."""
     return args.parse_args(sys.argv[1:] if argv is None else argv)
+
+
+def command_line() -> list[str]:
+    """Return the command that runs now, for the record of a run."""
+    return [Path(sys.executable).name, *sys.argv]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax import Device
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rl_jax.axes import MESH_AXES
@@ -39,7 +40,7 @@ class MeshConfig:
         return self.data * self.fsdp * self.expert
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:  # pyright: ignore[reportInvalidTypeForm]
     """Make the mesh of `config` from the first devices of `devices` (default: all).
 
     Raises:

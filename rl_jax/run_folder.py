@@ -1,14 +1,14 @@
 """The folder of a run: resolved config, environment record, logs, checkpoints, metrics, rollouts, plots."""
 
+import contextlib
 import importlib.metadata
 import json
 import logging
 import platform
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -81,15 +81,20 @@ class RunFolder:
         aside.write_text(config_toml)
         aside.replace(self.config)  # a kill here leaves a whole config: the folder stays resumable
 
-    def open_log(self) -> logging.Handler:
-        """Send the project's log records to run.log from now on; returns the handler, to be closed at the end."""
+    @contextlib.contextmanager
+    def logged(self) -> Iterator[None]:
+        """Send the project's log records to run.log meanwhile."""
         handler = logging.FileHandler(self.log)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handler.setLevel(logging.INFO)
         logger = logging.getLogger("rl_jax")
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
-        return handler
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            handler.close()
 
 
 def _commit() -> str:
@@ -100,8 +105,3 @@ def _commit() -> str:
         return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-
-
-def command_line() -> list[str]:
-    """Return the command that runs now."""
-    return [Path(sys.executable).name, *sys.argv]

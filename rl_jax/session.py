@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -22,12 +21,14 @@ from rl_jax.advantages import Advantages
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.cli import RunConfig, check
 from rl_jax.config import to_toml
+from rl_jax.interrupt import Interrupt
 from rl_jax.mesh import make_mesh
-from rl_jax.metrics import MetricsWriter, RolloutText, quantiles
+from rl_jax.metrics import MetricsWriter, RolloutText, quantiles, read_metrics
 from rl_jax.models.schema import Params
 from rl_jax.optim import OptimConfig, make_optimizer
 from rl_jax.orchestrator.loop import Orchestrator, StepBatch
 from rl_jax.packing import fill_frac, pack, pack_routes
+from rl_jax.plot import plot_run
 from rl_jax.progress import Dashboard
 from rl_jax.rollout.canary import Canary
 from rl_jax.rollout.evaluation import evaluate
@@ -38,6 +39,9 @@ from rl_jax.trainer.supervised import supervised_batches
 from rl_jax.types import Batch, Rollout
 
 logger = logging.getLogger(__name__)
+
+Found = tuple[TrainState, bytes]
+"""What a checkpoint gave back: the trainer's state, and the orchestrator's."""
 
 STEADY_AFTER_STEPS = 20
 """Steps after which a new compilation is a logged fault: by then every shape was met."""
@@ -83,8 +87,11 @@ class Session:
 
     # ---- weights
 
-    def warm_start(self) -> Params:
-        """Return the weights that RL starts from: supervised steps on model.path's or drawn ones."""
+    def warm_start(self, interrupt: Interrupt) -> Params:
+        """Return the weights that RL starts from: supervised steps on model.path's or drawn ones.
+
+        An interrupt ends it after a step; then the weights are of no use.
+        """
         start = rooms.load_start(self.config, self.arch, self.mesh)
         sft = self.config.sft
         if not sft.steps:
@@ -93,17 +100,21 @@ class Session:
         trainer = self._trainer(sft.optim, start)
         columns = [("loss", "loss/mean", ".3f"), ("tokens/s", "perf/throughput", ",.0f")]
         self.dashboard.phase("warm start", sft.steps, 0, columns)
-        for step in range(sft.steps):
+        while trainer.version < sft.steps and not interrupt.is_requested:
+            step = trainer.version
             batches = supervised_batches(documents, sft, self.config.packing, self.config.run.seed, step)
             self.dashboard.step(step + 1, trainer.train_sft(batches).metrics)
         return trainer.state.params
 
-    def restore(self) -> tuple[TrainState, bytes]:
-        """Return state and orchestrator bytes of the newest checkpoint.
+    def restore(self) -> Found | None:
+        """Return what the newest checkpoint holds, None if the run was killed before its first one.
 
         Raises:
-            ConfigError: there is none, or it is of another model or optimizer.
+            ConfigError: it is of another model or optimizer.
         """
+        if self.checkpoints.latest() is None:
+            self.dashboard.say("no checkpoint yet: the run begins again")
+            return None
         found = self.checkpoints.restore(self._abstract_state())
         self.dashboard.say(f"resumed after step {found.meta.step}")
         return found.state, found.host
@@ -113,9 +124,11 @@ class Session:
         config = self.config
         reference = rooms.load_start(config, self.arch, self.mesh) if config.loss.ref_kl_coef else None
         self.trainer = self._trainer(config.optim, start, reference)
-        resumed = self.trainer.version if host is not None else None
-        self.metrics = MetricsWriter(self.folder.path, config.metrics, dataclasses.asdict(config), resumed)
+        logged = self.trainer.version if host is not None else -1  # later lines are of steps that will come again
+        self.metrics = MetricsWriter(self.folder.path, config.metrics, dataclasses.asdict(config), logged)
         self._stack.callback(self.metrics.close)
+        for line in read_metrics(self.folder.path):
+            self._remember(int(line["step"] or 0), line)
         self.dashboard.say("compiling the sampler ...")
         self.sampler = rooms.make_sampler(config, self.arch, self.tokenizer, self.trainer.weights())
         self._stack.callback(lambda: asyncio.run(self.sampler.close()))
@@ -178,22 +191,34 @@ class Session:
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Say the held-out results, and remember the first and the last for the summary."""
-        found = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        found = self._remember(self.trainer.version, metrics)
         if found:
-            self._evaluations = [*self._evaluations[:1], (self.trainer.version, found)]
             shown = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in found.items())
             self.dashboard.say(f"held out after step {self.trainer.version}: {shown}")
 
-    def summarise(self, seconds: float, plot: Path) -> None:
+    def _remember(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, float]:
+        """Keep held-out results, if there are any, as the last ones, or as the first; return them."""
+        found = {name: value for name, value in metrics.items() if name.startswith("eval/") and value is not None}
+        if found:
+            self._evaluations = [*self._evaluations[:1], (step, found)]
+        return found
+
+    def summarise(self, seconds: float) -> None:
         """Say what the run did and where to look next."""
-        say = self.dashboard.say
-        say(f"finished {self.trainer.version} of {self.config.run.steps} steps in {seconds:.0f} s")
+        say, step, last_step = self.dashboard.say, self.checkpoints.latest(), self.config.run.steps
+        resume = f"continue with: python -m rl_jax.train --resume {self.folder.path}"
+        if step is None:
+            say(f"stopped before the first checkpoint; {resume}")
+            return
+        if step < last_step:
+            say(f"stopped after step {step}, checkpoint written; {resume}")
+        say(f"finished {step} of {last_step} steps in {seconds:.0f} s")
         if len(self._evaluations) == 2:
             (first_step, first), (last_step, last) = self._evaluations
             for name in sorted(first.keys() & last.keys()):
                 label = name.removeprefix("eval/")
                 say(f"  {label:28} {first[name]:.3f} (step {first_step}) -> {last[name]:.3f} (step {last_step})")
-        say(f"curves    {plot}")
+        say(f"curves    {plot_run(self.folder.path, self.config.run.name)}")
         say(f"rollouts  {self.folder.path / 'rollouts'}")
         say(f"account   python -m rl_jax.account {self.folder.path}")
         say(f"evaluate  python -m rl_jax.evaluate --policy {self.folder.path}")

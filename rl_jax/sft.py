@@ -10,6 +10,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from bridge import hf
@@ -22,7 +23,7 @@ from rl_jax.metrics import MetricsWriter
 from rl_jax.models.architecture import Architecture
 from rl_jax.plot import plot_run
 from rl_jax.progress import Dashboard
-from rl_jax.run_folder import RunFolder, command_line
+from rl_jax.run_folder import RunFolder
 from rl_jax.session import console
 from rl_jax.tokenizer import Tokenizer
 from rl_jax.trainer.loop import Trainer
@@ -58,13 +59,13 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     documents = _documents(config, tokenizer)
     folder = resumed or RunFolder.create(config.run.dir, config.run.name)
-    folder.record(to_toml(config), command_line())
+    if not resumed:
+        folder.record(to_toml(config), cli.command_line())
     tokenizer.save(folder.tokenizer)
-    with Dashboard(console()) as dashboard, Interrupt(dashboard) as interrupt:
+    with Dashboard(console()) as dashboard:
         dashboard.say(f"run folder {folder.path}, {len(documents)} documents")
-        trainer = _train(config, arch, folder, documents, resumed is not None, dashboard, interrupt)
-        _finish(config, arch, folder, trainer, dashboard)
-    return 0
+        run = partial(_train, config, arch, folder, documents, resumed is not None, dashboard)
+        return cli.supervise(run, folder, f"python -m rl_jax.sft --resume {folder.path}", dashboard)
 
 
 def _documents(config: cli.RunConfig, tokenizer: Tokenizer) -> list[Pair]:
@@ -84,25 +85,14 @@ def _train(
     documents: Sequence[Pair],
     is_resumed: bool,
     dashboard: Dashboard,
-    interrupt: Interrupt,
-) -> Trainer:
-    mesh = make_mesh(config.mesh)
-    trainer = Trainer(
-        config=config.trainer,
-        arch=arch,
-        forward=config.forward,
-        loss=dataclasses.replace(config.loss, ref_kl_coef=0.0),
-        optim=config.sft.optim,
-        mesh=mesh,
-        start=rooms.load_start(config, arch, mesh),
-    )
-    with Checkpointer(folder.path, config.checkpoint, arch) as checkpoints:
+) -> int:
+    trainer = _trainer(config, arch)
+    with Checkpointer(folder.path, config.checkpoint, arch) as checkpoints, Interrupt(dashboard) as interrupt:
         if is_resumed:
-            trainer.restore(checkpoints.restore(trainer.abstract_state).state)
-        metrics = MetricsWriter(
-            folder.path, config.metrics, dataclasses.asdict(config), trainer.version if is_resumed else None
-        )
+            _restore(trainer, checkpoints, config, folder)
+        metrics = MetricsWriter(folder.path, config.metrics, dataclasses.asdict(config), trainer.version)
         dashboard.phase("supervised", config.sft.steps, trainer.version, COLUMNS)
+        saved = trainer.version
         while trainer.version < config.sft.steps and not interrupt.is_requested:
             started_s = time.monotonic()
             step = trainer.version
@@ -112,10 +102,33 @@ def _train(
             dashboard.step(trainer.version, told)
             if trainer.version % config.checkpoint.interval_steps == 0:
                 checkpoints.save(trainer.version, trainer.state, b"")
+                saved = trainer.version
         metrics.close()
-        if checkpoints.latest() != trainer.version and trainer.version % config.checkpoint.interval_steps:
+        if saved != trainer.version:
             checkpoints.save(trainer.version, trainer.state, b"")
-    return trainer
+    _finish(config, arch, folder, trainer, dashboard)
+    return 0
+
+
+def _trainer(config: cli.RunConfig, arch: Architecture) -> Trainer:
+    mesh = make_mesh(config.mesh)
+    return Trainer(
+        config=config.trainer,
+        arch=arch,
+        forward=config.forward,
+        loss=dataclasses.replace(config.loss, ref_kl_coef=0.0),
+        optim=config.sft.optim,
+        mesh=mesh,
+        start=rooms.load_start(config, arch, mesh),
+    )
+
+
+def _restore(trainer: Trainer, checkpoints: Checkpointer, config: cli.RunConfig, folder: RunFolder) -> None:
+    """Go on from the newest checkpoint; a run that was killed before its first one begins again."""
+    if checkpoints.latest() is not None:
+        trainer.restore(checkpoints.restore(trainer.abstract_state).state)
+    # Only now: settings that do not fit the checkpoint leave those on disk that do.
+    folder.record(to_toml(config), cli.command_line())
 
 
 def _finish(

@@ -4,24 +4,19 @@ This page is the algorithm; what each line does is in rl_jax/session.py and the 
 """
 
 import argparse
-import logging
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rl_jax import cli
-from rl_jax.checkpoint import CheckpointFailed
-from rl_jax.config import ConfigError, to_toml
+from rl_jax.config import to_toml
 from rl_jax.interrupt import Interrupt
 from rl_jax.models.schema import num_active_params, num_params
-from rl_jax.plot import plot_run
 from rl_jax.progress import Column, Dashboard
-from rl_jax.rollout.canary import CanaryFailed
-from rl_jax.run_folder import RunFolder, command_line
-from rl_jax.sampler import SamplerLost
-from rl_jax.session import Session, console
-from rl_jax.trainer.loop import NonFinite
+from rl_jax.run_folder import RunFolder
+from rl_jax.session import Found, Session, console
 
 COLUMNS: Sequence[Column] = (
     ("reward", "train/agg/all/reward/mean", ".3f"),
@@ -32,38 +27,38 @@ COLUMNS: Sequence[Column] = (
     ("sampler tok/s", "inference/agg/tokens_per_s", ",.0f"),
     ("trainer tok/s", "perf/throughput", ",.0f"),
 )
-FAILURES = (CanaryFailed, CheckpointFailed, NonFinite, SamplerLost, RuntimeError, TimeoutError)
-"""What ends a run with a message; the last checkpoint is whole."""
 
 
-def train(session: Session, is_resumed: bool, interrupt: Interrupt) -> None:
-    """Run from the start, or from the newest checkpoint, to the last step or an interrupt."""
+def train(session: Session, found: Found | None, interrupt: Interrupt) -> None:
+    """Run from the start, or from what a checkpoint gave back, to the last step or an interrupt.
+
+    A step is logged before it is saved: a checkpoint never knows of a step that metrics.jsonl lacks.
+    """
     config = session.config
-    if is_resumed:
-        start, host = session.restore()
-    else:
-        start, host = session.warm_start(), None
+    start, host = found or (session.warm_start(interrupt), None)
+    if interrupt.is_requested:
+        return  # half a warm start is nothing to train or to keep
     session.start_training(start, host)
     trainer, last_step = session.trainer, config.run.steps
-    if not is_resumed:
+    metrics = session.publish()
+    if host is None:
+        metrics |= session.evaluate()
+        session.report(metrics)
+        session.log(metrics, None, 0.0)
         session.save()
-    metrics = session.publish() | session.evaluate()
-    session.report(metrics)
-    session.log(metrics, None, 0.0)
     session.dashboard.phase("training", last_step, trainer.version, COLUMNS)
     saved = trainer.version
     while trainer.version < last_step and not interrupt.is_requested:
         started_s = time.monotonic()
         batch = session.orchestrator.next_batch(trainer.version)
-        metrics = session.train(batch)
-        if trainer.version % config.checkpoint.interval_steps == 0 or trainer.version == last_step:
-            session.save()
-            saved = trainer.version
-        metrics |= session.publish()
+        metrics = session.train(batch) | session.publish()
         if session.is_evaluation_due():
             metrics |= session.evaluate()
             session.report(metrics)
         metrics = session.log(metrics, batch, time.monotonic() - started_s)
+        if trainer.version % config.checkpoint.interval_steps == 0 or trainer.version == last_step:
+            session.save()
+            saved = trainer.version
         session.dashboard.step(trainer.version, metrics)
     if saved != trainer.version:
         session.save()
@@ -87,36 +82,24 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     with Dashboard(console()) as dashboard:
         folder = resumed or RunFolder(Path(config.run.dir))
-        with Session(config, folder, dashboard) as session, Interrupt(dashboard) as interrupt:
-            if not resumed:
-                session.folder = folder = RunFolder.create(config.run.dir, config.run.name)
-            return _supervise(session, folder, resumed is not None, interrupt)
+        session = Session(config, folder, dashboard)
+        if not resumed:
+            session.folder = folder = RunFolder.create(config.run.dir, config.run.name)
+            folder.record(to_toml(config), cli.command_line())
+        dashboard.say(f"run folder {folder.path}")
+        run = partial(_train, session, resumed is not None, dashboard)
+        return cli.supervise(run, folder, f"python -m rl_jax.train --resume {folder.path}", dashboard)
 
 
-def _supervise(session: Session, folder: RunFolder, is_resumed: bool, interrupt: Interrupt) -> int:
-    """Run with a log, and turn what can end a run into a message that says how to go on."""
-    folder.record(to_toml(session.config), command_line())
-    handler = folder.open_log()
+def _train(session: Session, is_resumed: bool, dashboard: Dashboard) -> int:
     started_s = time.monotonic()
-    session.dashboard.say(f"run folder {folder.path}")
-    resume = f"continue with: python -m rl_jax.train --resume {folder.path}"
-    try:
+    with Interrupt(dashboard) as interrupt, session:
         session.open()
-        train(session, is_resumed, interrupt)
-    except ConfigError:
-        raise
-    except FAILURES as error:
-        logging.getLogger(__name__).exception("the run ended")
-        session.dashboard.say(f"the run ended: {error}\ndetails in {folder.log}; {resume}")
-        return 1
-    except KeyboardInterrupt:
-        session.dashboard.say(f"stopped at once; {resume}")
-        return cli.EXIT_INTERRUPTED
-    finally:
-        handler.close()
-    if interrupt.is_requested and session.trainer.version < session.config.run.steps:
-        session.dashboard.say(f"stopped after step {session.trainer.version}, checkpoint written; {resume}")
-    session.summarise(time.monotonic() - started_s, plot_run(folder.path, session.config.run.name))
+        found = session.restore() if is_resumed else None
+        if is_resumed:  # and only now: settings that do not fit the checkpoint leave those on disk that do
+            session.folder.record(to_toml(session.config), cli.command_line())
+        train(session, found, interrupt)
+        session.summarise(time.monotonic() - started_s)
     return 0
 
 

@@ -31,8 +31,10 @@ def compare(index: int, case: Case, is_small: bool) -> dict[str, object]:
                     answers[side].append(worker.ask("step", count=case.steps))
     seconds = {side: [a["seconds"] for a in found[1:]] for side, found in answers.items()}
     speed = {side: sizes["tokens"] / statistics.median(values) for side, values in seconds.items()}
-    traces = {side: {key: sum((list(a[key]) for a in found), []) for key in ("losses", "norms")}
-              for side, found in answers.items()}
+    traces = {
+        side: {key: sum((list(a[key]) for a in found), []) for key in ("losses", "norms")}
+        for side, found in answers.items()
+    }
     worst = max(
         abs(a - b) / abs(b)
         for key in ("losses", "norms")

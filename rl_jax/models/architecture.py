@@ -275,10 +275,10 @@ def _rope(raw: Mapping[str, object]) -> Rope:
 
 def _rope_to_hf(rope: Rope) -> dict[str, object]:
     plain = Rope(original_max_position=rope.original_max_position)
-    changed = {n: getattr(rope, n) for n in _ROPE_NAMES if getattr(rope, n) != getattr(plain, n)}
+    changed: dict[str, object] = {n: getattr(rope, n) for n in _ROPE_NAMES if getattr(rope, n) != getattr(plain, n)}
     if rope.original_max_position:
         changed["original_max_position"] = rope.original_max_position
-    return {"rope_type": rope.type} | {_ROPE_NAMES[name]: value for name, value in changed.items()}
+    return {"rope_type": rope.type, **{_ROPE_NAMES[name]: value for name, value in changed.items()}}
 
 
 def _unsupported(raw: Mapping[str, object], key: str, allowed: tuple[object, ...]) -> str | None:

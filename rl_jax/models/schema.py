@@ -5,8 +5,9 @@ stacked over the layers (L) and, in the experts, over the experts (E); each slic
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from rl_jax.axes import RULES, spec
 from rl_jax.models.architecture import Architecture
 
-Params = dict[str, object]
+Params: TypeAlias = dict[str, Any]
 """Nested dictionary of arrays with the keys of the table."""
 
 
@@ -84,7 +85,17 @@ def parameter_table(arch: Architecture) -> Table:
 
 def flat_table(arch: Architecture) -> dict[str, Param]:
     """Return the table with "/"-joined keys, for example "layers/wq_LDKQH"."""
-    return traverse_util.flatten_dict(parameter_table(arch), sep="/")
+    return flat(parameter_table(arch))
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested dictionary as one with "/"-joined keys."""
+    return cast(dict[str, Any], traverse_util.flatten_dict(tree, sep="/"))
+
+
+def nested(flat_tree: Mapping[str, Any]) -> Params:
+    """Return the nested dictionary of "/"-joined keys; the inverse of flat."""
+    return traverse_util.unflatten_dict(flat_tree, sep="/")
 
 
 def num_params(arch: Architecture) -> int:
@@ -114,7 +125,7 @@ def abstract_params(arch: Architecture, mesh: Mesh) -> Params:
 def init_params(arch: Architecture, mesh: Mesh, key: jax.Array) -> Params:
     """Draw float32 parameters, sharded on `mesh`; the same key gives the same values on every mesh."""
     table = flat_table(arch)
-    abstract = traverse_util.flatten_dict(abstract_params(arch, mesh), sep="/")
+    abstract = flat(abstract_params(arch, mesh))
 
     def draw() -> dict[str, jax.Array]:
         keys = jax.random.split(key, len(table))
@@ -123,10 +134,10 @@ def init_params(arch: Architecture, mesh: Mesh, key: jax.Array) -> Params:
     # Drawn whole and then sharded: the bits of a random array must not depend on the mesh.
     values = jax.jit(draw)()
     sharded = {name: jax.device_put(value, abstract[name].sharding) for name, value in values.items()}
-    return traverse_util.unflatten_dict(sharded, sep="/")
+    return nested(sharded)
 
 
-def mesh_faults(arch: Architecture, sizes: dict[str, int]) -> list[str]:
+def mesh_faults(arch: Architecture, sizes: Mapping[str, int]) -> list[str]:
     """Return a line for every mesh axis that does not divide a dimension it shards."""
     faults = {}
     for param in flat_table(arch).values():
@@ -134,7 +145,7 @@ def mesh_faults(arch: Architecture, sizes: dict[str, int]) -> list[str]:
             axis = RULES.get(letter)
             if isinstance(axis, str) and size % sizes[axis]:
                 legal = [n for n in range(1, size + 1) if size % n == 0]
-                near = sorted(legal, key=lambda n: abs(n - sizes[axis]))[:2]
+                near = sorted(legal, key=lambda n, given=sizes[axis]: abs(n - given))[:2]
                 faults[axis, size] = f"mesh.{axis}={sizes[axis]}: must divide {size} ({letter}); try {sorted(near)}"
     return sorted(faults.values())
 

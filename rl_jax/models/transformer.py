@@ -3,9 +3,10 @@
 What differs between them is the Attend passed in and the cache that it keeps.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +166,7 @@ def _unstacked(name: str) -> str:
     return f"{stem}_{axes.removeprefix('L')}"
 
 
-def _remat(layer: object, remat: Remat) -> object:
+def _remat(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     if remat == "none":
         return layer
     saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None

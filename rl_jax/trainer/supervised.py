@@ -53,5 +53,7 @@ def supervised_batches(
     positions = np.arange(step * config.batch_size, (step + 1) * config.batch_size)
     epochs, offsets = np.divmod(positions, len(documents))
     orders = {epoch: np.random.default_rng((seed, epoch)).permutation(len(documents)) for epoch in set(epochs.tolist())}
-    chosen = [documents[orders[epoch][offset]] for epoch, offset in zip(epochs.tolist(), offsets, strict=True)]
+    chosen = [
+        documents[int(orders[epoch][offset])] for epoch, offset in zip(epochs.tolist(), offsets.tolist(), strict=True)
+    ]
     return pack_documents(chosen, packing)

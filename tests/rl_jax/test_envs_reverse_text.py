@@ -131,3 +131,24 @@ def test_index_out_of_range(index: int):
 def test_settings_refused(settings: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         ReverseText(**settings)
+
+
+def test_refusals_are_a_share_of_the_demonstrations_and_touch_no_answer():
+    eager, refusing = ReverseText(split="warmup"), ReverseText(split="warmup", refusals=0.4)
+    tasks = [refusing.task(i) for i in range(refusing.size)]
+    assert [task.answer for task in tasks] == [eager.task(i).answer for i in range(eager.size)]
+    written = [refusing.solution(task) for task in tasks]
+    assert all(w in ("?", task.answer) for w, task in zip(written, tasks, strict=True))
+    share = sum(w == "?" for w in written) / len(written)
+    assert abs(share - 0.4) < 4 * (0.4 * 0.6 / len(written)) ** 0.5
+    with pytest.raises(ConfigError, match=r"refusals=1\.5"):
+        ReverseText(refusals=1.5)
+
+
+def test_made_up_strings_are_many_and_none_is_a_real_text():
+    letters, real = ReverseText(kinds=["letters"], max_chars=12), ReverseText(split="all")
+    texts = {letters.task(i).prompt for i in range(letters.size)}
+    assert len(texts) == letters.size > 3000
+    assert all(3 <= len(text) <= 12 and text.isalpha() for text in texts)
+    shared = texts & {real.task(i).prompt for i in range(real.size)}
+    assert len(shared) <= 0.01 * len(texts)
