@@ -43,7 +43,7 @@ fleet: .venv-fleet/pins ## make .venv-fleet: torch and vLLM for CPU (3 GB, Pytho
 	cat requirements/fleet.txt requirements/fleet-vllm.txt >$@
 
 bench: env fleet ## run every experiment and write its results beside it (about 15 minutes on an idle machine)
-	for folder in experiments/[0-9]*; do .venv/bin/python "$$folder/run.py" || exit 1; done
+	for number in 0001 0002 0003 0004; do $(RUN) experiments $$number || exit 1; done
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

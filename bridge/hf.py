@@ -40,8 +40,7 @@ def load_params(directory: str | Path, arch: Architecture, mesh: Mesh) -> Params
     Raises:
         ConfigError: with every missing, extra or mis-shaped tensor.
     """
-    files = tensor_files(directory)
-    _check(directory, arch, files)
+    files = check_tensors(directory, arch)
     table = flat_table(arch)
     abstract = flat(abstract_params(arch, mesh))
     params = {}
@@ -52,10 +51,23 @@ def load_params(directory: str | Path, arch: Architecture, mesh: Mesh) -> Params
 
 
 def save_params(
-    directory: str | Path, arch: Architecture, params: Params, tokenizer_dir: str | Path | None = None
+    directory: str | Path,
+    arch: Architecture,
+    params: Params,
+    tokenizer_dir: str | Path | None = None,
+    *,
+    replace: bool = False,
 ) -> None:
-    """Write config.json and one bfloat16 model.safetensors; the directory appears whole or not at all."""
+    """Write config.json and one bfloat16 model.safetensors; the directory appears whole or not at all.
+
+    Args:
+        replace: an earlier directory of that name gives way to the new one.
+    Raises:
+        ConfigError: the directory exists, and replace is false.
+    """
     target = Path(directory)
+    if target.exists() and not replace:
+        raise ConfigError([f"{target}: exists already; remove it, or name another directory"])
     aside = target.with_name(f".{target.name}.writing-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -71,7 +83,13 @@ def save_params(
         for name in _TOKENIZER_FILES:
             if (Path(tokenizer_dir) / name).is_file():
                 shutil.copy(Path(tokenizer_dir) / name, aside / name)
-    aside.rename(target)
+    if target.exists():
+        before = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+        target.rename(before)
+        aside.rename(target)
+        shutil.rmtree(before)
+    else:
+        aside.rename(target)
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
@@ -100,7 +118,13 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
     return files
 
 
-def _check(directory: str | Path, arch: Architecture, files: Mapping[str, Path]) -> None:
+def check_tensors(directory: str | Path, arch: Architecture) -> dict[str, Path]:
+    """Return tensor name -> file of a directory that holds the tensors of `arch`, by its headers alone.
+
+    Raises:
+        ConfigError: with every missing, extra or mis-shaped tensor.
+    """
+    files = tensor_files(directory)
     expected = hf_shapes(arch)
     ignored = {"lm_head.weight"} if arch.tie_embeddings else set()
     extra = [n for n in files if n not in expected and n not in ignored and not n.endswith("rotary_emb.inv_freq")]
@@ -119,6 +143,7 @@ def _check(directory: str | Path, arch: Architecture, files: Mapping[str, Path])
     faults += _listed(directory, "wrong tensor", wrong)
     if faults:
         raise ConfigError(faults)
+    return files
 
 
 def _listed(directory: str | Path, what: str, names: list[str]) -> list[str]:

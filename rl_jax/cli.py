@@ -4,6 +4,7 @@ A room checks its own Config; what two rooms must agree on is checked here, befo
 """
 
 import argparse
+import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from rl_jax.envs.errors import EnvError
 from rl_jax.envs.pool import PoolConfig
 from rl_jax.envs.registry import EnvConfig
 from rl_jax.http.config import ServeConfig
+from rl_jax.interrupt import Interrupt
 from rl_jax.losses import LossConfig
 from rl_jax.mesh import MeshConfig
 from rl_jax.metrics import MetricsConfig
@@ -38,6 +40,8 @@ from rl_jax.run_folder import RunFolder
 from rl_jax.sampler import SamplerLost
 from rl_jax.trainer.loop import NonFinite, TrainerConfig
 from rl_jax.trainer.supervised import SftConfig
+
+logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -254,12 +258,37 @@ def print_plan(config: RunConfig, lines: Sequence[str]) -> None:
     print("\n".join(f"# {line}" for line in lines))
 
 
+class _Terminal(logging.Handler):
+    """Shows warnings in one line each; the traceback of a failure is for the log of the run."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname} {record.name}: {record.getMessage()}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _terminal_log() -> Iterator[None]:
+    """Let nobody but _Terminal write log records to the terminal: what packages bring shows tracebacks."""
+    root, hook = logging.getLogger(), sys.unraisablehook
+    before, root.handlers[:] = root.handlers[:], [_Terminal(logging.WARNING)]
+    sys.unraisablehook = lambda stray: _log_stray(stray) if stray.object is None else hook(stray)
+    try:
+        yield
+    finally:
+        root.handlers[:], sys.unraisablehook = before, hook
+
+
+def _log_stray(stray: "sys.UnraisableHookArgs") -> None:
+    """Log what a thread of a package can raise to nobody: tens of times the same when a write of TensorStore fails."""
+    error = stray.exc_value
+    logger.info("stray exception: %r", error, exc_info=error)
+
+
 def run_entry(entry: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run an entry; what the user can mend becomes a message and an exit code, not a traceback."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console(stderr=True, soft_wrap=True)
     try:
-        return entry(args)
+        with _terminal_log():
+            return entry(args)
     except ConfigError as error:
         console.print(f"[bold red]cannot run[/]: {len(error.faults)} fault(s)", highlight=False)
         for fault in error.faults:
@@ -273,24 +302,25 @@ def run_entry(entry: Callable[[argparse.Namespace], int], args: argparse.Namespa
         return EXIT_INTERRUPTED
 
 
-def supervise(run: Callable[[], int], folder: RunFolder, resume: str, dashboard: Dashboard) -> int:
-    """Run with the folder's log; what can end a run becomes an exit code, and a message that says how to go on.
+def supervise(run: Callable[[Interrupt], None], folder: RunFolder, resume: str, dashboard: Dashboard) -> int:
+    """Run with the folder's log and Ctrl-C; what can end a run becomes an exit code, and a message that says how to go on.
 
     Raises:
         ConfigError: as `run` does; for `run_entry`.
     """
-    with folder.logged():
+    with folder.logged(), Interrupt(dashboard) as interrupt:
         try:
-            return run()
-        except ConfigError:
-            raise
-        except RUN_FAILURES as error:
-            logging.getLogger(__name__).exception("the run ended")
+            run(interrupt)
+            return 0
+        except (KeyboardInterrupt, *RUN_FAILURES) as error:
+            if isinstance(error, ConfigError):
+                raise
+            if interrupt.is_forced or isinstance(error, KeyboardInterrupt):
+                dashboard.say(f"stopped at once; continue with: {resume}")
+                return EXIT_INTERRUPTED
+            logger.exception("the run ended")
             dashboard.say(f"the run ended: {error}\ndetails in {folder.log}; continue with: {resume}")
             return EXIT_FAILED
-        except KeyboardInterrupt:
-            dashboard.say(f"stopped at once; continue with: {resume}")
-            return EXIT_INTERRUPTED
 
 
 def arguments(args: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

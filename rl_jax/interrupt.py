@@ -1,32 +1,59 @@
 """Ctrl-C: once asks the run to finish its step, write a checkpoint and exit 0; twice stops it now, resumable."""
 
 import signal
+import sys
+import threading
 from types import FrameType, TracebackType
 
 from rl_jax.progress import Dashboard
 
+AGAIN_S = 0.05
+"""After this time an interrupt is raised again that was lost."""
+
 
 class Interrupt:
-    """Handles SIGINT and SIGTERM while it is a context. `is_requested` is polled between steps."""
+    """Handles SIGINT and SIGTERM while it is a context. `is_requested` is polled between steps.
+
+    The second one raises KeyboardInterrupt and sets `is_forced`: where it strikes inside of JAX, what comes out may be
+    another exception. Where it strikes a place that may not raise, such as JAX's hook of the garbage collector, Python
+    drops it: then it is raised again.
+    """
 
     def __init__(self, dashboard: Dashboard):
         self.is_requested = False
+        self.is_forced = False
         self._dashboard = dashboard
         self._before: dict[signal.Signals, object] = {}
+        self._again: threading.Timer | None = None
 
     def __enter__(self) -> "Interrupt":
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._handle)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._catch
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        sys.unraisablehook = self._hook
+        if self._again:
+            self._again.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.is_requested:
+            self.is_forced = True
             raise KeyboardInterrupt
         self.is_requested = True
         self._dashboard.say("stopping: this step is finished and a checkpoint written; once more stops now")
+
+    def _catch(self, lost: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            self._hook(lost)
+            return
+        # From a thread, later: raised here it would be lost again.
+        main_thread = threading.main_thread().ident
+        self._again = threading.Timer(AGAIN_S, signal.pthread_kill, (main_thread, signal.SIGINT))
+        self._again.daemon = True
+        self._again.start()

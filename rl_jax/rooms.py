@@ -14,6 +14,7 @@ from rl_jax.config import ConfigError
 from rl_jax.engine.sampler import EmbeddedSampler
 from rl_jax.envs.errors import EnvError
 from rl_jax.envs.pool import EnvPool
+from rl_jax.mesh import make_mesh
 from rl_jax.models.architecture import Architecture, read_architecture
 from rl_jax.models.schema import Params, init_params
 from rl_jax.rollout.documents import read_documents, solved_tasks
@@ -36,6 +37,28 @@ def load_tokenizer(config: RunConfig, arch: Architecture, directory: Path | None
     except ValueError as error:
         raise ConfigError([f"model.path={config.model.path!r}: tokenizer: {error}"]) from error
     return tokenizer
+
+
+def check_start(config: RunConfig, arch: Architecture) -> None:
+    """Refuse a model.path whose tensors do not fit, before anything starts.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    if config.model.path:
+        hf.check_tensors(config.model.path, arch)
+
+
+def start_mesh(config: RunConfig) -> Mesh:
+    """Make the mesh of the trainer.
+
+    Raises:
+        ConfigError: there are too few devices.
+    """
+    try:
+        return make_mesh(config.mesh)
+    except ValueError as error:
+        raise ConfigError([f"mesh: {error}"]) from error
 
 
 def load_start(config: RunConfig, arch: Architecture, mesh: Mesh) -> Params:

@@ -22,7 +22,6 @@ from rl_jax.checkpoint import Checkpointer
 from rl_jax.cli import RunConfig, check
 from rl_jax.config import to_toml
 from rl_jax.interrupt import Interrupt
-from rl_jax.mesh import make_mesh
 from rl_jax.metrics import MetricsWriter, RolloutText, quantiles, read_metrics
 from rl_jax.models.schema import Params
 from rl_jax.optim import OptimConfig, make_optimizer
@@ -62,24 +61,34 @@ class Session:
         self.arch = config.model.resolve()
         check(config, self.arch, "rl")
         self.tokenizer = rooms.load_tokenizer(config, self.arch)
-        self.mesh = make_mesh(config.mesh)
+        rooms.check_start(config, self.arch)
+        self.mesh = rooms.start_mesh(config)
         self._stack = ExitStack()
         self._num_compilations = 0
         self._evaluations: list[tuple[int, dict[str, float]]] = []
         self._published: tuple[float, int, float] = (time.monotonic(), 0, 0.0)
 
     def __enter__(self) -> "Session":
+        """Start the worker processes.
+
+        Raises:
+            ConfigError: an environment that cannot be made.
+        """
+        self.pool = rooms.start_pool(self.config)
+        self._stack.callback(lambda: asyncio.run(self.pool.close()))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop sampling, close the account and free every room; idempotent."""
         self._stack.close()
 
     def open(self) -> None:
-        """Start the worker processes, and open the checkpoints of the folder."""
-        self.pool = rooms.start_pool(self.config)
-        self._stack.callback(lambda: asyncio.run(self.pool.close()))
+        """Open the checkpoints of the folder."""
         self.tokenizer.save(self.folder.tokenizer)
         digest = hashlib.sha256(to_toml(self.config).encode()).hexdigest()[:16]
         self.checkpoints = Checkpointer(self.folder.path, self.config.checkpoint, self.arch, digest)

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 from bridge import hf
 from rl_jax import cli, rooms
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.config import ConfigError, to_toml
 from rl_jax.interrupt import Interrupt
-from rl_jax.mesh import make_mesh
 from rl_jax.metrics import MetricsWriter
 from rl_jax.models.architecture import Architecture
 from rl_jax.plot import plot_run
@@ -57,6 +58,8 @@ def _run(args: argparse.Namespace) -> int:
             config, [f"would train {config.sft.steps} supervised steps of {config.sft.batch_size} documents"]
         )
         return 0
+    rooms.check_start(config, arch)
+    mesh = rooms.start_mesh(config)
     documents = _documents(config, tokenizer)
     folder = resumed or RunFolder.create(config.run.dir, config.run.name)
     if not resumed:
@@ -64,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
     tokenizer.save(folder.tokenizer)
     with Dashboard(console()) as dashboard:
         dashboard.say(f"run folder {folder.path}, {len(documents)} documents")
-        run = partial(_train, config, arch, folder, documents, resumed is not None, dashboard)
+        run = partial(_train, config, arch, mesh, folder, documents, resumed is not None, dashboard)
         return cli.supervise(run, folder, f"python -m rl_jax.sft --resume {folder.path}", dashboard)
 
 
@@ -81,13 +84,15 @@ def _documents(config: cli.RunConfig, tokenizer: Tokenizer) -> list[Pair]:
 def _train(
     config: cli.RunConfig,
     arch: Architecture,
+    mesh: Mesh,
     folder: RunFolder,
     documents: Sequence[Pair],
     is_resumed: bool,
     dashboard: Dashboard,
-) -> int:
-    trainer = _trainer(config, arch)
-    with Checkpointer(folder.path, config.checkpoint, arch) as checkpoints, Interrupt(dashboard) as interrupt:
+    interrupt: Interrupt,
+) -> None:
+    trainer = _trainer(config, arch, mesh)
+    with Checkpointer(folder.path, config.checkpoint, arch) as checkpoints:
         if is_resumed:
             _restore(trainer, checkpoints, config, folder)
         metrics = MetricsWriter(folder.path, config.metrics, dataclasses.asdict(config), trainer.version)
@@ -107,11 +112,9 @@ def _train(
         if saved != trainer.version:
             checkpoints.save(trainer.version, trainer.state, b"")
     _finish(config, arch, folder, trainer, dashboard)
-    return 0
 
 
-def _trainer(config: cli.RunConfig, arch: Architecture) -> Trainer:
-    mesh = make_mesh(config.mesh)
+def _trainer(config: cli.RunConfig, arch: Architecture, mesh: Mesh) -> Trainer:
     return Trainer(
         config=config.trainer,
         arch=arch,
@@ -138,7 +141,7 @@ def _finish(
         dashboard.say(f"stopped after step {trainer.version}; python -m rl_jax.sft --resume {folder.path}")
         return
     target = folder.path / "hf"
-    hf.save_params(target, arch, trainer.state.params, folder.tokenizer)
+    hf.save_params(target, arch, trainer.state.params, folder.tokenizer, replace=True)
     dashboard.say(f"model     {target} (name it in model.path of an RL run)")
     dashboard.say(f"curves    {plot_run(Path(folder.path), config.run.name)}")
 

@@ -7,6 +7,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -80,27 +81,25 @@ def _run(args: argparse.Namespace) -> int:
         cli.check(config, arch, "rl")
         cli.print_plan(config, _plan(config, num_params(arch), num_active_params(arch)))
         return 0
-    with Dashboard(console()) as dashboard:
-        folder = resumed or RunFolder(Path(config.run.dir))
-        session = Session(config, folder, dashboard)
-        if not resumed:
+    folder = resumed or RunFolder(Path(config.run.dir))
+    with Dashboard(console()) as dashboard, Session(config, folder, dashboard) as session:
+        if not resumed:  # only when nothing is left that could be wrong with the config
             session.folder = folder = RunFolder.create(config.run.dir, config.run.name)
             folder.record(to_toml(config), cli.command_line())
         dashboard.say(f"run folder {folder.path}")
-        run = partial(_train, session, resumed is not None, dashboard)
+        run = partial(_train, session, resumed is not None)
         return cli.supervise(run, folder, f"python -m rl_jax.train --resume {folder.path}", dashboard)
 
 
-def _train(session: Session, is_resumed: bool, dashboard: Dashboard) -> int:
+def _train(session: Session, is_resumed: bool, interrupt: Interrupt) -> None:
     started_s = time.monotonic()
-    with Interrupt(dashboard) as interrupt, session:
+    with closing(session):
         session.open()
         found = session.restore() if is_resumed else None
         if is_resumed:  # and only now: settings that do not fit the checkpoint leave those on disk that do
             session.folder.record(to_toml(session.config), cli.command_line())
         train(session, found, interrupt)
         session.summarise(time.monotonic() - started_s)
-    return 0
 
 
 def _plan(config: cli.RunConfig, total: int, active: int) -> list[str]:

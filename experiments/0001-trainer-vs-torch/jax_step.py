@@ -4,8 +4,9 @@ import statistics
 import time
 from pathlib import Path
 
-from bridge import hf
 from case import CASES, quick, read_batches, read_config
+
+from bridge import hf
 from experiments.worker import Values, serve
 from rl_jax.mesh import MeshConfig, make_mesh
 from rl_jax.trainer.loop import Trainer

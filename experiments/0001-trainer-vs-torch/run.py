@@ -5,9 +5,10 @@ import tempfile
 from pathlib import Path
 
 from case import CASES, Case, quick, write
+from matplotlib.figure import Figure
+
 from experiments.harness import FLEET_PYTHON, TRAINER_PYTHON, Report, conditions, is_quick, publish
 from experiments.worker import Worker
-from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
 STEP_TOLERANCE = 2e-3
@@ -32,7 +33,7 @@ def compare(index: int, case: Case, is_small: bool) -> dict[str, object]:
     seconds = {side: [a["seconds"] for a in found[1:]] for side, found in answers.items()}
     speed = {side: sizes["tokens"] / statistics.median(values) for side, values in seconds.items()}
     traces = {
-        side: {key: sum((list(a[key]) for a in found), []) for key in ("losses", "norms")}
+        side: {key: [value for answer in found for value in answer[key]] for key in ("losses", "norms")}
         for side, found in answers.items()
     }
     worst = max(

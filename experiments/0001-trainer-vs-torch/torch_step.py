@@ -1,7 +1,4 @@
-"""The rival: the same step in plain torch, eager, as trainers of today write it; the experts are a loop.
-
-Reads a Hugging Face directory and knows its names only. Runs in the fleet environment.
-"""
+"""The rival: the same step in plain torch, eager, with a loop over the experts. Runs in the fleet environment."""
 
 import json
 import statistics
@@ -11,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from experiments.worker import Values, serve
 from safetensors.torch import load_file
+
+from experiments.worker import Values, serve
 
 torch.set_num_threads(2)
 Weights = dict[str, torch.Tensor]
@@ -42,7 +40,6 @@ class Model:
         return self.norm(x, "model.norm")
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """RMS norm over the last dimension."""
         return F.rms_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.config["rms_norm_eps"])
 
     def attention(self, at: str, x: torch.Tensor, angles: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -58,7 +55,6 @@ class Model:
         return F.linear(out.transpose(1, 2).flatten(2), self.w[f"{at}o_proj.weight"])
 
     def mlp(self, at: str, x: torch.Tensor) -> torch.Tensor:
-        """SwiGLU."""
         gate, up, down = (self.w[f"{at}{name}_proj.weight"] for name in ("gate", "up", "down"))
         return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
@@ -93,54 +89,52 @@ def dppo(c: dict[str, float], batch: Weights, logp: torch.Tensor) -> torch.Tenso
     return (-keep * advantages * log_rho.exp() + c["kl_tau"] * log_rho**2).sum()
 
 
-class State:
-    """What `load` fills."""
+class Trainer:
+    """Weights, batches and optimizer of a case."""
 
-    model: Model
-    optimizer: torch.optim.Optimizer
-    batches: list[Weights]
-    numbers: dict[str, dict[str, float]]
+    def __init__(self, folder: Path):
+        self.model, numbers = Model(folder / "weights"), json.loads((folder / "numbers.json").read_text())
+        self.loss, optim = numbers["loss"], numbers["optim"]
+        files = sorted(folder.glob("batch*.npz"))
+        self.batches = [{name: torch.from_numpy(array) for name, array in np.load(file).items()} for file in files]
+        self.num_trained = sum(int(batch["mask_BT"].sum()) for batch in self.batches)
+        self.max_norm = optim["max_grad_norm"]
+        weights, betas = self.model.w.values(), (optim["beta1"], optim["beta2"])
+        decays = {True: optim["weight_decay"], False: 0.0}  # of matrices, of vectors
+        groups = [{"params": [w for w in weights if (w.ndim > 1) == m], "weight_decay": d} for m, d in decays.items()]
+        self.optimizer = torch.optim.AdamW(groups, optim["lr"], betas, optim["eps"], fused=True)
+        rises = optim["warmup_steps"] + 1
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / rises))
+
+    def step(self) -> tuple[float, float]:
+        """Take one optimizer step; returns loss and gradient norm."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total = sum(self.backward(batch) for batch in self.batches)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.w.values(), self.max_norm)
+        self.optimizer.step()
+        self.schedule.step()
+        return total, norm.item()
+
+    def backward(self, batch: Weights) -> float:
+        """Add the gradient of one micro-batch; returns its part of the loss."""
+        logits = F.linear(self.model.hidden(batch), self.model.w["model.embed_tokens.weight"])
+        log_probs = (logits / batch["temperatures_BT"][..., None]).log_softmax(-1)
+        with torch.no_grad():  # a metric of every step, which ours computes too
+            entropy = -(log_probs.exp() * log_probs).sum(-1)
+        assert torch.isfinite(entropy).all()
+        logp = log_probs.gather(-1, batch["targets_BT"].long()[..., None])[..., 0]
+        loss = dppo(self.loss, batch, logp) / self.num_trained
+        loss.backward()
+        return loss.item()
+
+
+trainers: list[Trainer] = []
 
 
 def load(folder: str, **ignored: object) -> Values:
     """Read weights and batches of a case."""
-    root = Path(folder)
-    State.model, State.numbers = Model(root / "weights"), json.loads((root / "numbers.json").read_text())
-    files = sorted(root.glob("batch*.npz"))
-    State.batches = [{name: torch.from_numpy(array) for name, array in np.load(file).items()} for file in files]
-    for batch in State.batches:
-        batch |= {name: batch[name].long() for name in ("tokens_BT", "targets_BT")}
-    c = State.numbers["optim"]
-    groups = {0.0: [], c["weight_decay"]: []}
-    for weight in State.model.w.values():
-        groups[c["weight_decay"] if weight.ndim > 1 else 0.0].append(weight)
-    options = [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()]
-    State.optimizer = torch.optim.AdamW(options, c["lr"], (c["beta1"], c["beta2"]), c["eps"], fused=True)
-    State.warmup = torch.optim.lr_scheduler.LambdaLR(
-        State.optimizer, lambda step: min(1.0, (step + 1) / (c["warmup_steps"] + 1))
-    )
+    trainers.append(Trainer(Path(folder)))
     return {"version": torch.__version__}
-
-
-def train() -> tuple[float, float]:
-    """Take one optimizer step; returns loss and gradient norm."""
-    State.optimizer.zero_grad(set_to_none=True)
-    num_trained = sum(int(batch["mask_BT"].sum()) for batch in State.batches)
-    total = 0.0
-    for batch in State.batches:
-        logits = F.linear(State.model.hidden(batch), State.model.w["model.embed_tokens.weight"])
-        log_probs = (logits / batch["temperatures_BT"][..., None]).log_softmax(-1)
-        with torch.no_grad():  # the entropy is a metric of every step, ours computes it too
-            entropy = -(log_probs.exp() * log_probs).sum(-1)
-        logp = log_probs.gather(-1, batch["targets_BT"][..., None]).squeeze(-1)
-        loss = dppo(State.numbers["loss"], batch, logp) / num_trained
-        loss.backward()
-        total += loss.item()
-        assert torch.isfinite(entropy).all()
-    norm = torch.nn.utils.clip_grad_norm_(State.model.w.values(), State.numbers["optim"]["max_grad_norm"])
-    State.optimizer.step()
-    State.warmup.step()
-    return total, norm.item()
 
 
 def step(count: int) -> Values:
@@ -148,7 +142,7 @@ def step(count: int) -> Values:
     seconds, results = [], []
     for _ in range(count):
         started = time.perf_counter()
-        results.append(train())
+        results.append(trainers[0].step())
         seconds.append(time.perf_counter() - started)
     losses, norms = zip(*results, strict=True)
     return {"seconds": statistics.median(seconds), "losses": losses, "norms": norms}

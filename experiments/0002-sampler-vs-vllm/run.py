@@ -102,7 +102,8 @@ def main() -> None:
         write_policy(Path(name))
         workers, version = open_workers(stack, Path(name))
         same, total = agreement(workers)
-        speeds = measure(workers, 1 if is_small else ROUNDS, 32 if is_small else MAX_TOKENS)
+        rounds, max_tokens = (1, 32) if is_small else (ROUNDS, MAX_TOKENS)
+        speeds = measure(workers, rounds, max_tokens)
     where["versions"] += f", {version}"
     medians = {
         label: {batch: statistics.median(values) for batch, values in found.items()} for label, found in speeds.items()
@@ -118,7 +119,7 @@ def main() -> None:
         rows.append([str(batch), *shown, f"{ours / best[0]:.2f}x", f"{ours / best[1]:.2f}x"])
     columns = ["requests", "ours", "vLLM", "vLLM bare", "ours / vLLM", "ours / vLLM bare"]
     notes = [
-        f"prompts of {PROMPT_TOKENS} tokens, completions of {MAX_TOKENS}, temperature 1, float32; medians of {ROUNDS}",
+        f"prompts of {PROMPT_TOKENS} tokens, completions of {max_tokens}, temperature 1, float32; medians of {rounds}",
         "vLLM: the faster of 1 and 2 threads; bare: without the log-probabilities that RL needs (ours has them always)",
         f"greedy tokens that agree: {same} of {total}",
     ]

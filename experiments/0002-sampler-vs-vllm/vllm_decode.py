@@ -4,8 +4,9 @@ import time
 
 import torch
 import vllm
-from experiments.worker import Values, serve
 from vllm import LLM, SamplingParams
+
+from experiments.worker import Values, serve
 
 engines: list[LLM] = []
 

@@ -6,7 +6,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -40,9 +41,13 @@ def tiny(parent: Path, *settings: str) -> list[str]:
     return options([TINY, MODEL], [f"run.dir={parent}", *settings])
 
 
-def start(entry: str, *args: str | Path, **environment: str) -> subprocess.Popen[str]:
-    """Start an entry in a process group of its own, as a shell does; its output comes through pipes."""
-    return subprocess.Popen(
+@contextmanager
+def started(entry: str, *args: str | Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Start an entry in a process group of its own, as a shell does; its output comes through pipes.
+
+    Whatever happens inside the block, the process is gone after it.
+    """
+    process = subprocess.Popen(
         [sys.executable, "-m", f"rl_jax.{entry}", *map(str, args)],
         cwd=ROOT,
         env=os.environ | environment,
@@ -51,6 +56,11 @@ def start(entry: str, *args: str | Path, **environment: str) -> subprocess.Popen
         text=True,
         start_new_session=True,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
@@ -67,7 +77,8 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 def run(entry: str, *args: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run an entry to its end."""
-    return finish(start(entry, *args, **environment))
+    with started(entry, *args, **environment) as process:
+        return finish(process)
 
 
 def folder_in(parent: Path) -> Path:
