@@ -12,7 +12,7 @@ RUN = .venv/bin/python -m
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: env ## watch a small policy learn: make demo ARGS="--set seed=1", CONFIG=configs/other.toml
+demo: env ## watch a small policy learn: make demo ARGS="--set run.seed=1", CONFIG=configs/other.toml
 	$(RUN) rl_jax.train --config $(CONFIG) $(ARGS)
 
 test: check ## check everything and run every test (ARGS goes to pytest)
