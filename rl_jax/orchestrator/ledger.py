@@ -109,12 +109,18 @@ class Ledger:
             self._connection = sqlite3.connect(path, timeout=30)
         except sqlite3.Error as error:
             raise self._fault(error) from error
+        try:
+            self._check_version()
+        except LedgerError:
+            self._connection.close()
+            raise
+
+    def _check_version(self) -> None:
         version = int(self._rows("PRAGMA user_version")[0][0])
         if version == 0 and not self._rows("SELECT 1 FROM sqlite_master"):
             self._create()
         elif version != VERSION:
-            self._connection.close()
-            raise LedgerError(f"{path}: ledger of version {version}: expected {VERSION}; use another run folder")
+            raise LedgerError(f"{self.path}: ledger of version {version}: expected {VERSION}; use another run folder")
 
     @property
     def next_rollout_id(self) -> int:

@@ -106,9 +106,17 @@ def test_bound_holds_and_nothing_is_wasted_under_random_delays(tmp_path_factory,
 
 
 def test_asynchronous_batches_do_get_stale_and_swap_in_flight(tmp_path):
-    batches, _ = run(tmp_path, FakeSampler(random_delay(1)), FakePool(spread), 8, make_config(max_staleness=2))
-    assert max(staleness(batches)) == 2
-    assert any(len(set(r.versions_T[r.sampled_T].tolist())) > 1 for batch in batches for r in batch.rollouts)
+    is_stale = has_swapped = False
+    for seed in range(1, 7):  # a claim that something happens at all; on a busy machine not in every run
+        sampler = FakeSampler(random_delay(seed))
+        (tmp_path / str(seed)).mkdir()
+        batches, _ = run(tmp_path / str(seed), sampler, FakePool(spread), 8, make_config(max_staleness=2))
+        is_stale |= max(staleness(batches)) == 2
+        rollouts = [r for batch in batches for r in batch.rollouts]
+        has_swapped |= any(len(set(r.versions_T[r.sampled_T].tolist())) > 1 for r in rollouts)
+        if is_stale and has_swapped:
+            return
+    assert is_stale and has_swapped
 
 
 def test_sampler_that_lags_is_caught_at_the_cut(tmp_path):
