@@ -57,7 +57,7 @@ def read_documents(file: str | Path, tokenizer: Tokenizer, max_len: int) -> list
     if not path.is_file():
         raise ConfigError([f"sft.data={str(file)!r}: no such file"])
     documents = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
             documents.append(_parse(f"{file}:{number}", line, tokenizer))
     fitting = [document for document in documents if len(document.tokens_T) <= max_len]
