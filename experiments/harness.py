@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import psutil
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +21,8 @@ from rich.table import Table
 EXPERIMENTS = Path(__file__).parent
 ROOT = EXPERIMENTS.parent
 TRAINER_PYTHON = Path(sys.executable)
+BUSY_PERCENT = 20.0
+"""Use of all cores by others from which on a measurement is marked."""
 FLEET_PYTHON = ROOT / ".venv-fleet/bin/python"
 RESULT = re.compile(r"(?<=<!-- result -->\n).*(?=<!-- end of result -->)", re.DOTALL)
 
@@ -46,7 +49,7 @@ def is_quick(description: str | None) -> bool:
 
 
 def conditions() -> dict[str, str]:
-    """Return what a number depends on. Call it before measuring: the load is that of the minute before."""
+    """Return what a number depends on. Call it before measuring; it watches the machine for a second."""
     models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
     return {
@@ -54,13 +57,14 @@ def conditions() -> dict[str, str]:
         f"{int(memory.group(1)) / 2**20 if memory else 0:.0f} GiB",
         "commit": _commit(),
         "versions": f"Python {platform.python_version()}, jax {jax.__version__}",
-        "load before": f"{os.getloadavg()[0]:.2f}",
+        "machine before": _use(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
 def publish(folder: Path, report: Report, where: dict[str, str], quick: bool) -> None:
     """Print the report; unless quick, write results.json and plot.png and put the table into README.md."""
+    where = {**where, "machine after": _use()}
     console = Console(soft_wrap=True)
     table = Table(*report.columns, title=report.title)
     for row in report.rows:
@@ -77,10 +81,15 @@ def publish(folder: Path, report: Report, where: dict[str, str], quick: bool) ->
     markdown = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     bullets = "\n".join(f"- {fact}" for fact in facts)
     readme = folder / "README.md"
-    text, found = RESULT.subn(lambda _: f"{markdown}\n\n{bullets}\n", readme.read_text())
+    text, found = RESULT.subn(lambda _: f"{markdown}\n\n{bullets}\n\n![plot](plot.png)\n", readme.read_text())
     assert found == 1, f"{readme}: expected one pair of result marks, found {found}"
     readme.write_text(text)
     console.print(f"written to {folder}")
+
+
+def _use() -> str:
+    percent = psutil.cpu_percent(interval=1.0)
+    return f"{percent:.0f} % in use" + (": BUSY, trust no speed of this run" if percent > BUSY_PERCENT else "")
 
 
 def _commit() -> str:

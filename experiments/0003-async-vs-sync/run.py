@@ -16,6 +16,9 @@ HERE = Path(__file__).parent
 BOUNDS = (0, 1, 2)
 """max_staleness of the runs; 0 is the synchronous mode of the same loop."""
 SMOOTH_STEPS = 10
+KEPT = ("step", "time/step", "train/agg/all/reward/mean", "off_policy/mean", "off_policy/max")
+KEPT += ("perf/trainer_idle_frac", "inference/agg/idle_frac", "perf/throughput", "inference/agg/tokens_per_s")
+"""Metrics that go into results.json."""
 QUICK = ("run.steps=4", "sft.steps=4", "evaluate.num_tasks=4")
 STEADY_STEPS = 20
 """Idle fractions and times of a step are means over the steps after these."""
@@ -98,7 +101,9 @@ def main() -> None:
         columns=columns,
         rows=rows,
         notes=[f"reward: mean of {SMOOTH_STEPS} steps; the target is the highest that all runs reach"],
-        raw={"runs": {str(bound): lines for bound, lines in found.items()}},
+        raw={
+            "runs": {str(bound): [{name: line.get(name) for name in KEPT} for line in found[bound]] for bound in found}
+        },
         figure=draw(curves, target),
     )
     publish(HERE, report, where, is_small)
