@@ -5,7 +5,7 @@ Families: llama, qwen3, qwen3_moe. Knows no tensor; models/schema.py makes the p
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -87,6 +87,16 @@ class Architecture:
     """MLP width of an expert that every token goes to; 0 = none."""
     normalise_routing: bool = True
     """Divide the chosen routing weights by their sum (norm_topk_prob)."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """From router logits to scores: over all experts together, or each by itself."""
+    router_bias: bool = False
+    """Add a correction to the scores, for the choice only: it balances the load and gets no gradient."""
+    num_expert_groups: int = 1
+    """Groups of experts of which each token may use some only; must divide num_experts (n_group)."""
+    num_active_groups: int = 1
+    """Groups that each token may use, those with the highest sum of two scores (topk_group)."""
+    routed_scaling: float = 1.0
+    """Factor of the routing weights (routed_scaling_factor)."""
     qk_norm: bool = True
     """RMS norm on queries and keys of each head."""
     attention_bias: bool = False
@@ -109,13 +119,27 @@ class Architecture:
             faults.append(f"head_width={self.head_width}: must be even for the rotary embedding")
         if self.num_experts and not 1 <= self.num_active_experts <= self.num_experts:
             faults.append(f"num_active_experts={self.num_active_experts}: must be 1..num_experts={self.num_experts}")
+        if self.shared_expert_width < 0:
+            faults.append(f"shared_expert_width={self.shared_expert_width}: must be at least 0 (none)")
+        if self.norm_eps <= 0:
+            faults.append(f"norm_eps={self.norm_eps}: must be positive")
         if self.num_experts and self.expert_width < 1:
             faults.append(f"expert_width={self.expert_width}: must be at least 1 with num_experts={self.num_experts}")
         if not self.num_experts and self.mlp_width < 1:
             faults.append(f"mlp_width={self.mlp_width}: must be at least 1 in a dense model (num_experts=0)")
+        if self.num_experts and not self._fits_groups():
+            faults.append(
+                f"num_expert_groups={self.num_expert_groups}: must divide num_experts={self.num_experts}, and "
+                f"num_active_groups={self.num_active_groups} of them must hold num_active_experts={self.num_active_experts}"
+            )
         if (self.num_experts > 0) != (self.family == "qwen3_moe"):
             faults.append(f"family={self.family!r}: num_experts={self.num_experts} needs " + self._fitting_family())
         refuse(faults)
+
+    def _fits_groups(self) -> bool:
+        groups, active = self.num_expert_groups, self.num_active_groups
+        is_divided = 1 <= active <= groups and self.num_experts % groups == 0
+        return is_divided and active * (self.num_experts // groups) >= self.num_active_experts
 
     def _fitting_family(self) -> str:
         return "family 'qwen3_moe'" if self.num_experts else "family 'llama' or 'qwen3'"
@@ -178,7 +202,7 @@ def from_hf_config(raw: Mapping[str, object]) -> Architecture:
             _unsupported(raw, "use_sliding_window", (False, None)),
             _unsupported(raw, "mlp_only_layers", ([], None)),
             _unsupported(raw, "decoder_sparse_step", (1, None)),
-            _unsupported(raw, "quantization_config", (None,)),
+            _quantization_fault(raw),
         ]
     )
     is_moe = family == "qwen3_moe"
@@ -193,7 +217,7 @@ def from_hf_config(raw: Mapping[str, object]) -> Architecture:
         num_kv_heads=_int(raw, "num_key_value_heads", num_heads),
         head_width=_int(raw, "head_dim", width // num_heads if family == "llama" else 128),
         mlp_width=0 if is_moe else _int(raw, "intermediate_size"),
-        num_experts=_int(raw, "num_experts") if is_moe else 0,
+        num_experts=_int(raw, _experts_key(raw)) if is_moe else 0,
         num_active_experts=_int(raw, "num_experts_per_tok") if is_moe else 0,
         expert_width=_int(raw, "moe_intermediate_size") if is_moe else 0,
         shared_expert_width=_int(raw, "shared_expert_intermediate_size", 0) if is_moe else 0,
@@ -207,8 +231,25 @@ def from_hf_config(raw: Mapping[str, object]) -> Architecture:
     )
 
 
+def export_faults(arch: Architecture) -> list[str]:
+    """Return a line for each setting that the Hugging Face family of an Architecture has no key for."""
+    keys = ("router_scores", "router_bias", "num_expert_groups", "num_active_groups", "routed_scaling")
+    plain = {field.name: field.default for field in fields(Architecture)}
+    return [
+        f"model.architecture.{key}={getattr(arch, key)!r}: a model of family {arch.family!r} cannot say so in its "
+        f"config.json; use {plain[key]!r}"
+        for key in keys
+        if getattr(arch, key) != plain[key]
+    ]
+
+
 def to_hf_config(arch: Architecture) -> dict[str, object]:
-    """Return the config.json content of an Architecture; from_hf_config gives the Architecture back."""
+    """Return the config.json content of an Architecture; from_hf_config gives the Architecture back.
+
+    Raises:
+        ConfigError: the family has no key for a setting.
+    """
+    refuse(export_faults(arch))
     names = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
     config: dict[str, object] = {
         "architectures": [names[arch.family]],
@@ -283,6 +324,26 @@ def _rope_to_hf(rope: Rope) -> dict[str, object]:
 
 def _unsupported(raw: Mapping[str, object], key: str, allowed: tuple[object, ...]) -> str | None:
     return None if raw.get(key) in allowed else f"{key}={raw[key]!r}: not supported, expected {allowed[0]!r}"
+
+
+def _quantization_fault(raw: Mapping[str, object]) -> str | None:
+    """Return why quantised weights cannot be read; bridge/safetensors_reader.py dequantises FP8."""
+    quantised = raw.get("quantization_config")
+    if quantised is None or (
+        isinstance(quantised, Mapping)
+        and (
+            (quantised.get("quant_method") == "fp8" and quantised.get("weight_block_size", [128, 128]) == [128, 128])
+            or (quantised.get("quant_method"), quantised.get("format")) == ("compressed-tensors", "float-quantized")
+        )
+    ):
+        return None
+    expected = "none, fp8 with blocks of [128, 128], or compressed-tensors float-quantized"
+    return f"quantization_config={quantised!r}: not supported, expected {expected}"
+
+
+def _experts_key(raw: Mapping[str, object]) -> str:
+    """Return the name of the number of experts: what transformers 5 saves calls it num_local_experts."""
+    return "num_local_experts" if raw.get("num_experts") is None and "num_local_experts" in raw else "num_experts"
 
 
 def _int(raw: Mapping[str, object], key: str, default: int | None = None) -> int:

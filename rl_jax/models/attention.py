@@ -1,16 +1,16 @@
-"""Attention: projections with rotary embedding and QK norm, and the packed causal attention of the trainer.
+"""Attention: projections with rotary embedding and QK norm, and softmax attention under any mask.
 
-What the queries attend to is passed in (`Attend`): the trainer's packed batch here, the engine's paged cache there.
+What the queries attend to is passed in (`Attend`): the trainer's packed batch (models/context.py), or the engine's
+paged cache.
 """
 
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from rl_jax.axes import BATCH_AXES
+from rl_jax.axes import TOKENS
 from rl_jax.models.architecture import Architecture
 from rl_jax.models.norm import rms_norm
 from rl_jax.models.rope import rotate
@@ -51,17 +51,10 @@ def attention(
     k_BTKH = rotate(k_BTKH, positions_BT, arch.rope)
     out_BTKQH, cache = attend(layer, q_BTKQH, k_BTKH, v_BTKH, cache)
     # Heads are sharded over tensor: the sum over them moves B*T*D of the compute dtype.
-    out_sharding = PartitionSpec(BATCH_AXES, None, None)
-    y_BTD = jnp.einsum("BTKQH,KQHD->BTD", out_BTKQH, w["wo_KQHD"], out_sharding=out_sharding)
+    y_BTD = jnp.einsum("BTKQH,KQHD->BTD", out_BTKQH, w["wo_KQHD"], out_sharding=TOKENS)
     if arch.attention_bias:
         y_BTD = y_BTD + w["bo_D"][None, None]
     return y_BTD, cache
-
-
-def packed_mask(segments_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """Return what each token may see: itself and earlier tokens of its own segment."""
-    same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-    return same_BTS & (positions_BT[:, :, None] >= positions_BT[:, None, :])
 
 
 def attend_masked(
@@ -76,14 +69,3 @@ def attend_masked(
     bias_BTS = jnp.where(mask_BTS, 0.0, jnp.finfo(jnp.float32).min).astype(jnp.float32)
     probs_BKQTS = jax.nn.softmax(scores_BKQTS + bias_BTS[:, None, None], axis=-1).astype(v_BSKH.dtype)
     return jnp.einsum("BKQTS,BSKH->BTKQH", probs_BKQTS, v_BSKH)
-
-
-def packed_attention(segments_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"]) -> Attend:
-    """Return the Attend of a packed batch; it keeps no cache."""
-
-    def attend(
-        layer: jax.Array, q_BTKQH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: object
-    ) -> tuple[jax.Array, object]:
-        return attend_masked(q_BTKQH, k_BTKH, v_BTKH, packed_mask(segments_BT, positions_BT)), cache
-
-    return attend

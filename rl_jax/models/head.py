@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec, reshard
 from jaxtyping import Array, Float, Int
 
-from rl_jax.axes import BATCH_AXES, spec
+from rl_jax.axes import TOKENS, spec
 from rl_jax.models.architecture import Architecture
 from rl_jax.models.schema import Params
 
@@ -37,21 +37,17 @@ def token_logprobs(
         temperatures_BT: positive.
         chunk_tokens: tokens of one device whose logits exist at a time.
     """
-    batch = PartitionSpec(BATCH_AXES)
     return jax.shard_map(
         partial(_on_device, chunk_tokens),
-        in_specs=(batch, spec("V D", ("fsdp",)), batch, batch),
-        out_specs=(batch, batch),
+        in_specs=(TOKENS, spec("V D", ("fsdp",)), TOKENS, TOKENS),
+        out_specs=(TOKENS, TOKENS),
     )(hidden_BTD, head_VD, targets_BT, temperatures_BT)
 
 
 def all_logits(hidden_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V D"]) -> Float[Array, "B T V"]:
     """Return float32 logits, whole: for the few tokens that a sampler decodes at a time."""
-    out_sharding = PartitionSpec(BATCH_AXES, None, None)
     replicated_VD = reshard(head_VD, PartitionSpec(None, None))
-    return jnp.einsum(
-        "BTD,VD->BTV", hidden_BTD, replicated_VD, preferred_element_type=jnp.float32, out_sharding=out_sharding
-    )
+    return jnp.einsum("BTD,VD->BTV", hidden_BTD, replicated_VD, preferred_element_type=jnp.float32, out_sharding=TOKENS)
 
 
 def _on_device(

@@ -15,6 +15,7 @@ from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding
 
 from rl_jax.axes import RULES, spec
+from rl_jax.mesh import place
 from rl_jax.models.architecture import Architecture
 
 Params: TypeAlias = dict[str, Any]
@@ -108,7 +109,7 @@ def num_active_params(arch: Architecture) -> int:
     total = 0
     for name, param in flat_table(arch).items():
         size = math.prod(param.sizes)
-        routed = "E" in param.axes and not name.endswith("router_LDE")
+        routed = "E" in param.axes and not name.split("/")[-1].startswith("router_")
         total += size * arch.num_active_experts // arch.num_experts if routed else size
     return total if arch.tie_embeddings else total - arch.vocab_size * arch.width
 
@@ -133,21 +134,35 @@ def init_params(arch: Architecture, mesh: Mesh, key: jax.Array) -> Params:
 
     # Drawn whole and then sharded: the bits of a random array must not depend on the mesh.
     values = jax.jit(draw)()
-    sharded = {name: jax.device_put(value, abstract[name].sharding) for name, value in values.items()}
+    sharded = {name: place(value, abstract[name].sharding) for name, value in values.items()}
     return nested(sharded)
 
 
 def mesh_faults(arch: Architecture, sizes: Mapping[str, int]) -> list[str]:
-    """Return a line for every mesh axis that does not divide a dimension it shards."""
+    """Return a line for every mesh axis, or product of axes, that does not divide a dimension it shards."""
     faults = {}
-    for param in flat_table(arch).values():
+    for name, param in flat_table(arch).items():
         for letter, size in param.dims.items():
-            axis = RULES.get(letter)
-            if isinstance(axis, str) and size % sizes[axis]:
-                legal = [n for n in range(1, size + 1) if size % n == 0]
-                near = sorted(legal, key=lambda n, given=sizes[axis]: abs(n - given))[:2]
-                faults[axis, size] = f"mesh.{axis}={sizes[axis]}: must divide {size} ({letter}); try {sorted(near)}"
+            axes = [axis for axis in RULES.get(letter, ()) if sizes[axis] > 1]
+            ways = math.prod(sizes[axis] for axis in axes)
+            if size % ways:
+                what = f"mesh.{'*'.join(axes)}={ways} must divide model.{_key(letter, name)}={size}"
+                faults[what] = f"{what}; try {near_divisors(size, ways)}"
     return sorted(faults.values())
+
+
+def near_divisors(size: int, ways: int) -> str:
+    """Return the divisors of `size` just below and above `ways` as text, for a message: "4 or 8"."""
+    legal = [n for n in range(1, size + 1) if size % n == 0]
+    near = [max((n for n in legal if n <= ways), default=None), min((n for n in legal if n > ways), default=None)]
+    return " or ".join(str(n) for n in near if n)
+
+
+def _key(letter: str, name: str) -> str:
+    """Return the key of an architecture that says the size of a dimension of the weight `name`."""
+    if letter == "F":
+        return "shared_expert_width" if "shared_" in name else "expert_width" if "E" in name else "mlp_width"
+    return {"V": "vocab_size", "D": "width", "K": "num_kv_heads", "E": "num_experts"}[letter]
 
 
 def _param(arch: Architecture, axes: str, hf: str, hf_axes: str, **options: object) -> Param:
@@ -199,6 +214,10 @@ def _experts(arch: Architecture, hf: str) -> dict[str, Param]:
         "up_LEDF": _param(arch, "L E D F", one + "up_proj.weight", "F D", is_fp8=True),
         "down_LEFD": _param(arch, "L E F D", one + "down_proj.weight", "D F", fan_in="F", is_fp8=True),
     }
+    if arch.router_bias:
+        table["router_bias_LE"] = _param(
+            arch, "L E", hf + "gate.e_score_correction_bias", "E", init="zeros", is_island=True
+        )
     if arch.shared_expert_width:
         table |= _mlp(arch, hf + "shared_experts.", "shared_", arch.shared_expert_width)
     return table

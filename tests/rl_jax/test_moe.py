@@ -3,6 +3,7 @@
 Tolerance: sums of at most D * F = 77 products and T * A = 120 rows in float32, each term of order 1: 1e-5 of the largest.
 """
 
+import functools
 from functools import partial
 
 import jax
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, reshard
 
-from rl_jax.axes import BATCH_AXES, spec
+from rl_jax.axes import TOKENS, spec
 from rl_jax.mesh import MeshConfig, make_mesh, to_mesh
 from rl_jax.models.architecture import Architecture
-from rl_jax.models.moe import EXPERTS, GroupedMatmul, Routing, block_rows, moe_layer
+from rl_jax.models.grouped_matmul import EXPERTS, GroupedMatmul, block_rows, ragged_fault
+from rl_jax.models.moe import MoeConfig, moe_layer
+from rl_jax.models.route import Routing
 
 RTOL = 1e-5
 E, D, F = 5, 7, 11
@@ -70,7 +73,7 @@ def loop_over_tokens(
     return y_TD, grads
 
 
-def assert_close(actual: jax.Array, expected: np.ndarray, rtol: float = RTOL) -> None:
+def assert_close(actual: jax.Array | np.ndarray, expected: np.ndarray, rtol: float = RTOL) -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * max(1.0, np.abs(expected).max(initial=0)))
 
 
@@ -155,42 +158,117 @@ def test_block_rows(num_rows: int, num_experts: int, expected: int) -> None:
     assert block_rows(num_rows, num_experts) == expected
 
 
+def test_ragged_is_refused_on_cuda_above_a_size() -> None:
+    # Measured by compiling for an H200: 8192 rows of 2048 bfloat16 for 16 experts take 512 MiB.
+    assert ragged_fault("gpu", 8192, 16, 2048, 2) is None
+    assert ragged_fault("tpu", 32768, 16, 2048, 2) is None
+    assert "each of the 16 experts of a device, 2.0 GiB" in (ragged_fault("gpu", 32768, 16, 2048, 2) or "")
+
+
 def layer_on(
-    config: MeshConfig, backend: GroupedMatmul, x_BTD: np.ndarray, forcings: list[np.ndarray]
-) -> list[list[np.ndarray]]:
-    """For each forcing: output, experts, probabilities, and the gradients of a sum over output and probabilities."""
+    config: MeshConfig, backends: MoeConfig, x_BTD: np.ndarray, forcings: list[np.ndarray]
+) -> tuple[list[list[np.ndarray]], list[int]]:
+    """For each forcing: output, experts, probabilities, and the gradients of a sum over output and probabilities.
+
+    And for each the number of dropped choices.
+    """
     rng = np.random.default_rng(0)
-    mesh, batch = make_mesh(config), PartitionSpec(BATCH_AXES)
+    mesh = make_mesh(config)
     shapes = {"router_DE": (D, 8), "gate_EDF": (8, D, 6), "up_EDF": (8, D, 6), "down_EFD": (8, 6, D)}
     layouts = {name: spec(" ".join(name.split("_")[1]), ("fsdp",)) for name in shapes} | {"router_DE": PartitionSpec()}
     weights = {
         name: to_mesh((rng.normal(size=shape) / shape[-2] ** 0.5).astype(np.float32), mesh, layouts[name])
         for name, shape in shapes.items()
     }
-    dy_BTD = to_mesh(rng.normal(size=x_BTD.shape).astype(np.float32), mesh, batch)
-    dprobs_BTE = to_mesh(rng.normal(size=(*x_BTD.shape[:2], 8)).astype(np.float32), mesh, batch)
+    dy_BTD = to_mesh(rng.normal(size=x_BTD.shape).astype(np.float32), mesh, TOKENS)
+    dprobs_BTE = to_mesh(rng.normal(size=(*x_BTD.shape[:2], 8)).astype(np.float32), mesh, TOKENS)
 
     @partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def loss(
         x_BTD: jax.Array, weights: dict[str, jax.Array], forced_BTA: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        y_BTD, experts_BTA, probs_BTE = moe_layer(ARCH, x_BTD, weights, forced_BTA, backend)
-        return jnp.sum(y_BTD * dy_BTD) + jnp.sum(probs_BTE * dprobs_BTE), (y_BTD, experts_BTA, probs_BTE)
+        y_BTD, routes = moe_layer(ARCH, x_BTD, weights, forced_BTA, backends)
+        total = jnp.sum(y_BTD * dy_BTD) + jnp.sum(routes.probs_BTE * dprobs_BTE)
+        return total, (y_BTD, routes.experts_BTA, routes.probs_BTE, routes.num_dropped)
 
+    found, dropped = [], []
     with jax.set_mesh(mesh):
-        step, input_BTD = jax.jit(loss), to_mesh(x_BTD, mesh, batch)
-        return [jax.device_get(jax.tree.leaves(step(input_BTD, weights, to_mesh(f, mesh, batch)))) for f in forcings]
+        step, input_BTD = jax.jit(loss), to_mesh(x_BTD, mesh, TOKENS)
+        for forced_BTA in forcings:
+            (total, (*out, num_dropped)), grads = jax.device_get(
+                step(input_BTD, weights, to_mesh(forced_BTA, mesh, TOKENS))
+            )
+            found.append([total, *out, *jax.tree.leaves(grads)])
+            dropped.append(int(num_dropped))
+    return found, dropped
 
 
-@pytest.mark.parametrize("num_times", [1, 9], ids=["few-rows", "blocks"])
-@pytest.mark.parametrize("config", [MeshConfig(expert=2), MeshConfig(data=2, expert=2, tensor=2)], ids=["e2", "d2e2t2"])
-def test_layer_is_the_same_on_a_mesh(config: MeshConfig, num_times: int) -> None:
+@functools.cache
+def cases(num_times: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Input, and forcings: free, all tokens to one device and empty experts, one expert only, half of the tokens."""
     rng = np.random.default_rng(1)
     x_BTD = rng.normal(size=(4, num_times, D)).astype(np.float32)
     free_BTA = np.full((4, num_times, 3), -1, np.int32)
     one_shard_BTA = free_BTA * 0 + np.array([1, 0, 3], np.int32)
-    forcings = [free_BTA, one_shard_BTA]
-    expected = layer_on(MeshConfig(), "dense", x_BTD, forcings)
-    actual = layer_on(config, "blocks", x_BTD, forcings)
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    one_expert_BTA = free_BTA * 0 + 5
+    half_BTA = np.where(np.arange(num_times)[None, :, None] % 2, free_BTA, np.array([7, 2, 6], np.int32))
+    return x_BTD, [free_BTA, one_shard_BTA, one_expert_BTA, half_BTA]
+
+
+@functools.cache
+def dense_layer(num_times: int) -> list[list[np.ndarray]]:
+    return layer_on(MeshConfig(), MoeConfig(grouped_matmul="dense"), *cases(num_times))[0]
+
+
+@pytest.mark.parametrize(
+    ("num_times", "config", "backends"),
+    [
+        (1, MeshConfig(expert=2), MoeConfig()),
+        (9, MeshConfig(data=2, expert=2, tensor=2), MoeConfig()),
+        (8, MeshConfig(context=8), MoeConfig(grouped_matmul="ragged")),
+        (8, MeshConfig(context=8), MoeConfig(dispatch="all_to_all", buffer=1.0)),
+        (9, MeshConfig(data=2, expert=2, tensor=2), MoeConfig(dispatch="all_to_all", grouped_matmul="ragged")),
+        (8, MeshConfig(expert=2, context=2), MoeConfig(dispatch="all_to_all", grouped_matmul="dense", buffer=99.0)),
+        (8, MeshConfig(expert=2, context=4), MoeConfig(dispatch="capacity", buffer=99.0)),
+        (9, MeshConfig(expert=4, tensor=2), MoeConfig(dispatch="ragged_all_to_all")),
+        (8, MeshConfig(fsdp=2, context=4), MoeConfig(dispatch="ragged_all_to_all", grouped_matmul="ragged")),
+    ],
+    ids=str,
+)
+def test_layer_is_the_same_on_every_mesh_and_backend(num_times: int, config: MeshConfig, backends: MoeConfig) -> None:
+    found, dropped = layer_on(config, backends, *cases(num_times))
+    assert dropped == [0] * len(found)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(dense_layer(num_times)), strict=True):
         assert_close(got, want)
+
+
+def test_capacity_counts_what_it_drops() -> None:
+    """Four devices of 8 tokens, with room for 6 choices to each device; a dropped choice adds nothing to its token."""
+    x_BTD, forcings = cases(8)
+    (_, one_shard, one_expert, _), dropped = layer_on(
+        MeshConfig(expert=4), MoeConfig(dispatch="capacity", buffer=1.0), x_BTD, forcings
+    )
+    # Experts 1 and 0 are on the first device, 3 is on the second: of each device 16 and 8 choices go there, 6 fit. One
+    # expert: 24 choices, 6 fit. Half: 4 forced tokens go to two devices, the free ones wherever they like, so nothing
+    # is certain.
+    assert dropped[1:3] == [4 * (10 + 2), 4 * 18]
+    expected, places_T = dense_layer(8), np.arange(8)[:, None]
+    assert_close(one_expert[1], expected[2][1] * (places_T < 2))
+    assert_close(one_shard[1][:, :3], expected[1][1][:, :3])
+    assert_close(one_shard[1][:, 6:], np.zeros((4, 2, D)))
+
+
+@pytest.mark.parametrize(("platform", "is_native"), [("tpu", True), ("cpu", False)])
+def test_ragged_exchange_is_native_where_the_platform_has_it(platform: str, is_native: bool) -> None:
+    mesh = make_mesh(MeshConfig(expert=2, context=2))
+    shapes = {"router_DE": (D, 8), "gate_EDF": (8, D, 6), "up_EDF": (8, D, 6), "down_EFD": (8, 6, D)}
+    x_BTD = to_mesh(np.zeros((2, 4, D), np.float32), mesh, TOKENS)
+
+    def total(x_BTD: jax.Array) -> jax.Array:
+        w = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        w |= {name: reshard(w[name], spec(" ".join(name[-3:]), ("fsdp",))) for name in w if name != "router_DE"}
+        return jnp.sum(moe_layer(ARCH, x_BTD, w, None, MoeConfig(dispatch="ragged_all_to_all"))[0])
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(total)).trace(x_BTD).lower(lowering_platforms=(platform,))
+    assert ("ragged_all_to_all" in lowered.as_text()) == is_native

@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
-from rl_jax.axes import BATCH_AXES
+from rl_jax.axes import TOKENS
 from rl_jax.mesh import MeshConfig, make_mesh, to_mesh
 from rl_jax.models.architecture import Architecture, Rope
-from rl_jax.models.attention import packed_attention
+from rl_jax.models.context import packed_attention
 from rl_jax.models.head import head_weight, token_logprobs
 from rl_jax.models.rope import inverse_frequencies
 from rl_jax.models.schema import flat, init_params
@@ -135,10 +134,7 @@ def test_packed_sequences_equal_the_reference_one_by_one(arch):
             expected_entropy[row, here] = -(np.exp(logp) * logp).sum(-1)
             start += size
     temperatures_BT = np.full((2, seq_len), temperature, np.float32)
-    put = [
-        to_mesh(a, mesh, PartitionSpec(BATCH_AXES, None))
-        for a in (tokens_BT, targets_BT, positions_BT, segments_BT, temperatures_BT)
-    ]
+    put = [to_mesh(a, mesh, TOKENS) for a in (tokens_BT, targets_BT, positions_BT, segments_BT, temperatures_BT)]
     forward = ForwardConfig(head_chunk_tokens=5)
 
     @jax.jit
