@@ -6,36 +6,29 @@ The parameter table decides every name and shape; a missing, extra or mis-shaped
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from bridge.names import from_hf, hf_shapes, hf_slices, to_hf
+from bridge.safetensors_reader import TensorFiles
+from bridge.sources import carried_files
 from rl_jax.config import ConfigError
 from rl_jax.models.architecture import Architecture, to_hf_config
 from rl_jax.models.schema import Param, Params, abstract_params, flat, flat_table, nested
 
-_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "special_tokens_map.json",
-)
 _MAX_LISTED = 8
 
 
 def load_params(directory: str | Path, arch: Architecture, mesh: Mesh) -> Params:
     """Read float32 parameters from a directory with one or many safetensors files, sharded on `mesh`.
 
-    Each device's shard reads only the tensors of its own layers and experts.
+    Each device's shard reads only the tensors of its own layers and experts. FP8 is dequantised.
 
     Raises:
         ConfigError: with every missing, extra or mis-shaped tensor.
@@ -79,10 +72,8 @@ def save_params(
             tensors[name] = np.ascontiguousarray(to_hf(param, value[index])).astype(ml_dtypes.bfloat16)
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
     (aside / "config.json").write_text(json.dumps(to_hf_config(arch) | {"dtype": "bfloat16"}, indent=1))
-    if tokenizer_dir is not None:
-        for name in _TOKENIZER_FILES:
-            if (Path(tokenizer_dir) / name).is_file():
-                shutil.copy(Path(tokenizer_dir) / name, aside / name)
+    for path in carried_files(Path(tokenizer_dir)) if tokenizer_dir is not None else ():
+        shutil.copy(path, aside / path.name)
     if target.exists():
         before = target.with_name(f".{target.name}.replaced-{os.getpid()}")
         target.rename(before)
@@ -92,54 +83,26 @@ def save_params(
         aside.rename(target)
 
 
-def tensor_files(directory: str | Path) -> dict[str, Path]:
-    """Return tensor name -> file of a Hugging Face directory.
-
-    Raises:
-        ConfigError: no safetensors file, or one that an index names is missing or broken.
-    """
-    root = Path(directory)
-    index = root / "model.safetensors.index.json"
-    paths = sorted(root.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            paths = [root / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError([f"{index}: not a safetensors index ({error!r})"]) from error
-    if not paths:
-        raise ConfigError([f"{root}: has no *.safetensors file; is it a Hugging Face model directory?"])
-    files = {}
-    for path in paths:
-        try:
-            with safe_open(path, framework="np") as opened:
-                files.update(dict.fromkeys(opened.keys(), path))
-        except (SafetensorError, OSError) as error:
-            raise ConfigError([f"{path}: missing or broken ({error}); fetch the model again"]) from error
-    return files
-
-
-def check_tensors(directory: str | Path, arch: Architecture) -> dict[str, Path]:
-    """Return tensor name -> file of a directory that holds the tensors of `arch`, by its headers alone.
+def check_tensors(directory: str | Path, arch: Architecture) -> TensorFiles:
+    """Return the files of a directory that holds the tensors of `arch`, by its headers alone.
 
     Raises:
         ConfigError: with every missing, extra or mis-shaped tensor.
     """
-    files = tensor_files(directory)
+    files = TensorFiles(directory)
     expected = hf_shapes(arch)
     ignored = {"lm_head.weight"} if arch.tie_embeddings else set()
-    extra = [n for n in files if n not in expected and n not in ignored and not n.endswith("rotary_emb.inv_freq")]
+    known = [n for n in files.weights() if n not in ignored and not n.endswith("rotary_emb.inv_freq")]
     faults = _listed(directory, "missing tensor", [name for name in expected if name not in files])
-    faults += _listed(directory, "extra tensor", extra)
+    faults += _listed(directory, "extra tensor", [name for name in known if name not in expected])
     wrong = []
     for name, shape in expected.items():
         if name in files:
-            with safe_open(files[name], framework="np") as opened:
-                piece = opened.get_slice(name)
-                got, dtype = tuple(piece.get_shape()), piece.get_dtype()
+            got = files.tensors[name].shape
             if got != shape:
                 wrong.append(f"{name} has shape {got}, config.json says {shape}")
-            if dtype not in _DTYPES:
-                wrong.append(f"{name} has dtype {dtype}, expected one of {', '.join(_DTYPES)}")
+            elif fault := files.fault(name):
+                wrong.append(fault)
     faults += _listed(directory, "wrong tensor", wrong)
     if faults:
         raise ConfigError(faults)
@@ -152,7 +115,7 @@ def _listed(directory: str | Path, what: str, names: list[str]) -> list[str]:
     return [*shown, f"{directory}: and {more} more of this kind"] if more > 0 else shown
 
 
-def _reader(param: Param, files: Mapping[str, Path]) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
+def _reader(param: Param, files: TensorFiles) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
     """Return the callback that reads one device's slice of a parameter."""
     letters = param.axes.split()
     stacked = [letters.index(letter) for letter in param.stacked]
@@ -162,7 +125,7 @@ def _reader(param: Param, files: Mapping[str, Path]) -> Callable[[tuple[slice, .
         inner = tuple(part for dim, part in enumerate(index) if dim not in stacked)
         ranges = [range(*index[dim].indices(param.sizes[dim])) for dim in stacked]
         pieces = [
-            _read_tensor(files, name, param)[inner]
+            from_hf(param, files.read(name)).astype(np.float32)[inner]
             for position, name in hf_slices(param)
             if all(at in wanted for at, wanted in zip(position, ranges, strict=True))
         ]
@@ -171,8 +134,3 @@ def _reader(param: Param, files: Mapping[str, Path]) -> Callable[[tuple[slice, .
 
     assert stacked == list(range(len(stacked))), f"{param.axes}: stacked dimensions must come first"
     return read
-
-
-def _read_tensor(files: Mapping[str, Path], name: str, param: Param) -> np.ndarray:
-    with safe_open(files[name], framework="np") as opened:
-        return from_hf(param, np.asarray(opened.get_tensor(name))).astype(np.float32)

@@ -1,12 +1,17 @@
 """Which Hugging Face tensors make up a parameter, and how one becomes the other; knows no file format."""
 
+import dataclasses
 from collections.abc import Iterator
 from itertools import product
+from typing import TypeVar
 
+import jax
 import numpy as np
 
 from rl_jax.models.architecture import Architecture
 from rl_jax.models.schema import Param, flat_table
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
 def hf_slices(param: Param) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -29,15 +34,25 @@ def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def from_hf(param: Param, tensor: np.ndarray) -> np.ndarray:
+def from_hf(param: Param, tensor: Array) -> Array:
     """Turn one Hugging Face tensor into the slice of the parameter that it is."""
     letters = param.hf_axes.replace(" ", "")
     return tensor.reshape([param.dims[letter] for letter in letters]).transpose(_order(letters, _inner(param)))
 
 
-def to_hf(param: Param, piece: np.ndarray) -> np.ndarray:
+def to_hf(param: Param, piece: Array) -> Array:
     """Turn one slice of a parameter into its Hugging Face tensor; the inverse of from_hf."""
     return piece.transpose(_order(_inner(param), param.hf_axes.replace(" ", ""))).reshape(param.hf_shape)
+
+
+def can_be_cut(param: Param) -> bool:
+    """Return whether a parameter is one matrix that Hugging Face stores as it is: rows of the one are rows of the other."""
+    return not param.stacked and len(param.sizes) == 2 and param.axes == param.hf_axes
+
+
+def cut(param: Param, num_rows: int) -> Param:
+    """Return what some rows of a parameter are; can_be_cut must be true."""
+    return dataclasses.replace(param, sizes=(num_rows, param.sizes[1]))
 
 
 def _inner(param: Param) -> str:

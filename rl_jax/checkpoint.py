@@ -1,4 +1,4 @@
-"""Checkpoints through Orbax: written aside, committed by a rename, verified, restored on any mesh (walk: step 12).
+"""Checkpoints through Orbax: written aside, committed by a rename, verified, restored on any mesh (walk: step 13).
 
 Layout, one folder a step:
 
@@ -6,9 +6,10 @@ Layout, one folder a step:
                            /rest/       optimizer state and step count
                            /host/       bytes of the orchestrator: queue, cursors, ledger position
                            /meta/       JSON: step, architecture, config hash, versions
+                           /checksums.json   of every file (rl_jax/checksums.py), compared before it is read
 
-A folder without readable meta is no checkpoint: a killed writer leaves only folders that are never looked at. Knows
-neither the optimizer nor what the bytes mean.
+A folder without readable meta is no checkpoint: a killed writer leaves only folders that are never looked at. One that
+was converted from a Hugging Face directory has params and meta only. Knows neither the optimizer nor what the bytes mean.
 """
 
 import contextlib
@@ -16,30 +17,39 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import math
 import re
+import shlex
 import shutil
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from rl_jax.checksums import damaged_files, write_checksums
 from rl_jax.config import ConfigError, refuse
 from rl_jax.models.architecture import Architecture, Rope
-from rl_jax.models.schema import Params, abstract_params
+from rl_jax.models.schema import Param, Params, abstract_params, flat_table, nested
 
 log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 """Folder of the checkpoints in the folder of a run."""
+CHUNK_BYTES = 64 << 20
+"""Arrays of weights up to this size are stored in one chunk a shard."""
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 """What Orbax and TensorStore raise when a write fails."""
+_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError)
+"""What Orbax and TensorStore raise when a checkpoint is damaged, or is not of the tree that is asked for."""
 _VERSIONS_OF = ("jax", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy")
 
 
@@ -89,6 +99,13 @@ class Meta:
     """Hash of the resolved config of the run, "" if none was given."""
     versions: dict[str, str] = field(default_factory=dict)
     """Package -> version that wrote it."""
+    holds: Literal["state", "weights"] = "state"
+    """Everything that a run continues from, or only what it can start from."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that decide what a checkpoint looks like."""
+    return {name: importlib.metadata.version(name) for name in _VERSIONS_OF}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +127,8 @@ class Checkpointer:
         self._arch = arch
         self._config_hash = config_hash
         self._unverified: int | None = None
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-finisher")
+        self._finishing: Future[None] | None = None
         self._set_broken_aside()
         keep: list[ocp.checkpoint_managers.PreservationPolicy] = [ocp.checkpoint_managers.LatestN(config.keep_last)]
         if config.keep_every:
@@ -120,7 +139,7 @@ class Checkpointer:
             cleanup_tmp_directories=True,  # a killed writer's
             preservation_policy=ocp.checkpoint_managers.AnyPreservationPolicy(keep),
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+        self._manager = _open_manager(self._folder, self._options)
 
     def __enter__(self) -> Self:
         return self
@@ -147,10 +166,9 @@ class Checkpointer:
         free_bytes = shutil.disk_usage(self._folder).free
         if free_bytes < needed_bytes:
             raise self._failed(step, "the disk is too full", needed_bytes)
-        versions = {name: importlib.metadata.version(name) for name in _VERSIONS_OF}
-        meta = Meta(step=step, architecture=self._arch, config_hash=self._config_hash, versions=versions)
+        meta = Meta(step=step, architecture=self._arch, config_hash=self._config_hash, versions=versions())
         items = ocp.args.Composite(
-            params=ocp.args.PyTreeSave(state.params),
+            params=ocp.args.PyTreeSave(state.params, save_args=_chunks(self._arch)),
             rest=ocp.args.PyTreeSave(_rest(state)),
             host=ocp.args.ArraySave(np.frombuffer(host + b"\0", np.uint8)),  # Orbax refuses an empty array
             meta=ocp.args.JsonSave(dataclasses.asdict(meta)),
@@ -160,6 +178,13 @@ class Checkpointer:
         except _WRITE_ERRORS as error:
             raise self._failed(step, str(error), needed_bytes) from error
         self._unverified = step
+        self._finishing = self._finisher.submit(self._finish, step)
+
+    def _finish(self, step: int) -> None:
+        """Wait for the commit and write the checksums: beside the training, it reads back all that was written."""
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            write_checksums(self._folder / _step_name(step))
 
     def wait(self) -> None:
         """Wait until the last save is committed, and verify it.
@@ -170,8 +195,9 @@ class Checkpointer:
         step, self._unverified = self._unverified, None
         if step is None:
             return
+        assert self._finishing is not None, "it is set with the step"
         try:
-            self._manager.wait_until_finished()
+            self._finishing.result()
         except _WRITE_ERRORS as error:
             raise self._failed(step, str(error)) from error
         if step not in whole_steps(self._folder):
@@ -181,7 +207,7 @@ class Checkpointer:
         """Restore a checkpoint, the newest by default, with the shapes, dtypes and shardings of `abstract_state`.
 
         Raises:
-            ConfigError: no whole checkpoint, another architecture, or another optimizer.
+            ConfigError: no whole checkpoint, a damaged one, another architecture, or another optimizer.
         """
         self.wait()
         step = self.latest() if step is None else step
@@ -189,20 +215,32 @@ class Checkpointer:
         meta = read_meta(folder)
         if meta.architecture != self._arch:
             raise ConfigError([f"{folder}: is of another architecture, {_differences(meta.architecture, self._arch)}"])
+        if meta.holds == "weights":
+            raise ConfigError([f"{folder}: holds weights only; name it in model.path to start a run from it"])
+        _refuse_damaged(folder)
         params = _restore_tree(folder / "params", abstract_state.params)
         rest = _restore_tree(folder / "rest", _rest(abstract_state))
-        with ocp.Checkpointer(ocp.ArrayCheckpointHandler()) as reader:
-            as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-            host = reader.restore(folder / "host", args=ocp.args.ArrayRestore(restore_args=as_numpy))
+        host = _restore_host(folder / "host")
         return Restored(
             state=dataclasses.replace(abstract_state, params=params, **rest), host=host.tobytes()[:-1], meta=meta
         )
+
+    def rewind(self, step: int) -> None:
+        """Set the checkpoints after `step` aside, so that a run that was restored from it goes on from there."""
+        for newer in [s for s in whole_steps(self._folder) if s > step] if jax.process_index() == 0 else ():
+            folder = self._folder / _step_name(newer)
+            aside = folder.with_name(f"newer_{folder.name}_{time.time_ns()}")
+            folder.rename(aside)
+            log.warning("%s is newer than what the run goes on from; renamed to %s", folder, aside.name)
+        self._manager.close()
+        self._manager = _open_manager(self._folder, self._options)
 
     def close(self) -> None:
         """Wait for the last save, verify it, and end the threads. Raises as `wait`."""
         try:
             self.wait()
         finally:
+            self._finisher.shutdown()
             self._manager.close()
 
     def _failed(self, step: int, why: str, needed_bytes: int | None = None) -> CheckpointFailed:
@@ -210,7 +248,7 @@ class Checkpointer:
         with contextlib.suppress(*_WRITE_ERRORS):
             self._manager.close()  # raises what it raised before
         _remove_partial(self._folder, step)
-        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+        self._manager = _open_manager(self._folder, self._options)
         needed = "" if needed_bytes is None else f"{needed_bytes / 1e6:.1f} MB are needed and "
         free = f"{shutil.disk_usage(self._folder).free / 1e6:.1f} MB are free"
         latest = self.latest()
@@ -251,7 +289,23 @@ def find_checkpoint(path: Path) -> Path:
     for folder in (path, path / FOLDER):
         if steps := whole_steps(folder):
             return folder / _step_name(steps[-1])
-    raise ConfigError([f"{path}: no checkpoint in there; give the folder of a run, or of one checkpoint (step_...)"])
+    raise ConfigError(
+        [
+            f"{path}: no checkpoint in there, and no config.json of a Hugging Face directory; "
+            "give the folder of a run, or of one checkpoint (step_...)"
+        ]
+    )
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Return whether find_checkpoint finds one there; a Hugging Face directory holds none."""
+    if (path / "config.json").is_file():
+        return False
+    try:
+        find_checkpoint(path)
+    except ConfigError:
+        return False
+    return True
 
 
 def read_meta(checkpoint: Path) -> Meta:
@@ -265,11 +319,40 @@ def load_params(path: Path, mesh: Mesh) -> tuple[Meta, Params]:
     """Load only the float32 weights, sharded on `mesh`; for `path` see find_checkpoint.
 
     Raises:
-        ConfigError: there is no whole checkpoint.
+        ConfigError: there is no whole checkpoint, or its weights are damaged.
     """
     folder = find_checkpoint(path)
     meta = read_meta(folder)
+    _refuse_damaged(folder, ("params",))
     return meta, _restore_tree(folder / "params", abstract_params(meta.architecture, mesh))
+
+
+def _open_manager(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+    """Open a folder of checkpoints whose arrays are stored as they are.
+
+    Weights and moments in float32 are noise to a compressor: zstd saves a tenth of the bytes, and makes writing and
+    reading several times as much work.
+    """
+    plain = {part: ocp.PyTreeCheckpointHandler(use_compression=False) for part in ("params", "rest")}
+    registry = ocp.handlers.create_default_handler_registry(**plain)
+    return ocp.CheckpointManager(folder, options=options, handler_registry=registry)
+
+
+def _chunks(arch: Architecture) -> Params:
+    """Return how the weights are cut, so that bridge.convert can read them by parts."""
+    return nested({key: _cut(param) for key, param in flat_table(arch).items()})
+
+
+def _cut(param: Param) -> ocp.SaveArgs:
+    """Cut a large array by layer and expert, or an embedding, which has neither, by rows: they are the longer dimension."""
+    if 4 * math.prod(param.sizes) <= CHUNK_BYTES:
+        return ocp.SaveArgs()
+    if param.stacked:
+        return ocp.SaveArgs(shard_axes=tuple(range(len(param.stacked))))
+    # Orbax cuts into equal parts: a prime number of rows would become as many chunks.
+    most_rows = CHUNK_BYTES // (4 * math.prod(param.sizes[1:]))
+    rows = max((n for n in range(1, most_rows + 1) if param.sizes[0] % n == 0), default=0)
+    return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES if 8 * rows > most_rows else None)
 
 
 def _rest(state: State) -> dict[str, object]:
@@ -282,10 +365,8 @@ def _restore_tree(folder: Path, abstract: T) -> T:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         try:
             restored = reader.restore(folder, args=ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args))
-        except (ValueError, KeyError) as error:
-            raise ConfigError(
-                [f"{folder}: does not fit this config (another optimizer or model?): {str(error)[:500]}"]
-            ) from error
+        except _READ_ERRORS as error:
+            raise ConfigError([_fault_of_tree(folder, abstract, error)]) from error
     placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), restored, abstract)
     for (path, leaf), like in zip(jax.tree.leaves_with_path(placed), jax.tree.leaves(abstract), strict=True):
         is_exact = (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)
@@ -293,6 +374,61 @@ def _restore_tree(folder: Path, abstract: T) -> T:
             f"{folder} {jax.tree_util.keystr(path)}: restored as {leaf.sharding}, asked for {like.sharding}"
         )
     return placed
+
+
+def _restore_host(folder: Path) -> np.ndarray:
+    with ocp.Checkpointer(ocp.ArrayCheckpointHandler()) as reader:
+        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+        try:
+            return reader.restore(folder, args=ocp.args.ArrayRestore(restore_args=as_numpy))
+        except _READ_ERRORS as error:
+            raise ConfigError([_unreadable(folder, error)]) from error
+
+
+def _refuse_damaged(checkpoint: Path, parts: Sequence[str] = ()) -> None:
+    """Refuse a checkpoint whose files are not what was written: flipped bytes would be weights as good as any."""
+    if damaged := damaged_files(checkpoint, parts):
+        more = f" and {len(damaged) - 1} more files" if len(damaged) > 1 else ""
+        raise ConfigError([f"{damaged[0]}{more}: damaged or gone since it was written; {_way_out(checkpoint)}"])
+
+
+def _way_out(checkpoint: Path) -> str:
+    """Say what to do instead of reading a damaged checkpoint."""
+    older = [step for step in whole_steps(checkpoint.parent) if _step_name(step) < checkpoint.name]
+    if not older:
+        return "there is no older checkpoint beside it; restore it from a copy or start again"
+    before = checkpoint.with_name(_step_name(older[-1]))
+    return f"name an older one instead of it, to go on from there: --resume {shlex.quote(str(before))}"
+
+
+def _unreadable(part: Path, error: Exception) -> str:
+    first_line = (str(error) or repr(error)).splitlines()[0]
+    return f"{part}: cannot be read, damaged or incomplete ({first_line[:160]}); {_way_out(part.parent)}"
+
+
+def _fault_of_tree(folder: Path, abstract: object, error: Exception) -> str:
+    """Say why a tree could not be restored: it holds other leaves than were asked for, or it is damaged."""
+    wanted = {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(abstract)}
+    try:
+        entries = json.loads((folder / "_METADATA").read_text(encoding="utf-8"))["tree_metadata"].values()
+        found = {
+            ".".join(str(key["key"]) for key in entry["key_metadata"])
+            for entry in entries
+            if not entry["value_metadata"]["skip_deserialize"]
+        }
+    except _READ_ERRORS:
+        return _unreadable(folder, error)
+    if found == wanted:
+        return _unreadable(folder, error)
+    return (
+        f"{folder}: is of another optimizer or model than this config's: it has {_some(found - wanted)} and lacks "
+        f"{_some(wanted - found)}; resume with the settings of optim and model that it was written with"
+    )
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:2]
+    return (", ".join(first) or "nothing else") + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _remove_partial(folder: Path, step: int) -> None:
@@ -313,13 +449,14 @@ def _step_name(step: int) -> str:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    stores = [checkpoint / "params" / "manifest.ocdbt", checkpoint / "rest" / "manifest.ocdbt", checkpoint / "host"]
-    if not all(path.exists() for path in stores):
-        return False
     try:
-        return _step_name(read_meta(checkpoint).step) == checkpoint.name
+        meta = read_meta(checkpoint)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+    stores = [checkpoint / "params" / "manifest.ocdbt"]
+    if meta.holds == "state":
+        stores += [checkpoint / "rest" / "manifest.ocdbt", checkpoint / "host"]
+    return all(path.exists() for path in stores) and _step_name(meta.step) == checkpoint.name
 
 
 def _differences(found: Architecture, expected: Architecture) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -178,12 +179,70 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
         saver.save(1, draw(9), b"")
         saver.wait()
         muon = abstract_state(ARCH, make_optimizer(OptimConfig(type="muon"), weight_roles(ARCH)), MESH)
-        with pytest.raises(ConfigError, match="does not fit this config"):
+        with pytest.raises(
+            ConfigError,
+            match=r"another optimizer or model .* it has opt_state\.1\.count.* and lacks opt_state\.1\.inner_states",
+        ):
             saver.restore(muon)
     wider = Architecture(**{**vars(ARCH), "mlp_width": 6})
     refused = pytest.raises(ConfigError, match="another architecture, mlp_width=5 instead of 6")
     with Checkpointer(tmp_path, CheckpointConfig(), wider) as saver, refused:
         saver.restore(ABSTRACT)
+
+
+@ORBAX_LEAVES_COROUTINES
+@pytest.mark.parametrize("part", ["params", "rest", "host"])
+@pytest.mark.parametrize("deed", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_damaged_file_is_refused_by_name_with_the_checkpoint_before(
+    part: str, deed: str, has_checksums: bool, tmp_path: Path
+) -> None:
+    with checkpointer(tmp_path) as saver:
+        for step in (1, 2):
+            saver.save(step, draw(step), b"host")
+    newest = tmp_path / FOLDER / "step_000002"
+    file = max((f for f in (newest / part).glob("[dc]*/*") if f.name[0] != "."), key=lambda f: f.stat().st_size)
+    if not has_checksums:
+        if deed == "flip":
+            return  # nothing else would notice
+        (newest / "checksums.json").unlink()
+    damage(file, deed)
+    older = re.escape(f"--resume {tmp_path}/{FOLDER}/step_000001")
+    named = re.escape(str(file)) if has_checksums else f"step_000002/{part}: cannot be read"
+    with checkpointer(tmp_path) as saver:
+        with pytest.raises(ConfigError, match=rf"{named}.*{older}") as refusal:
+            saver.restore(ABSTRACT)
+        assert len(str(refusal.value)) < 600
+        assert_equal(saver.restore(ABSTRACT, 1).state, draw(1))
+    if part == "params" and has_checksums:
+        with pytest.raises(ConfigError, match=named):
+            load_params(newest, MESH)
+
+
+def damage(file: Path, deed: str) -> None:
+    content = file.read_bytes()
+    file.unlink()
+    if deed == "flip":
+        file.write_bytes(content[:-5] + bytes([content[-5] ^ 0x40]) + content[-4:])
+    elif deed == "cut":
+        file.write_bytes(content[: len(content) // 2])
+
+
+def test_rewound_to_an_older_checkpoint_it_goes_on_from_there(tmp_path: Path) -> None:
+    with checkpointer(tmp_path, keep_last=3) as saver:
+        for step in (2, 4, 6):
+            saver.save(step, draw(step), b"first")
+    with checkpointer(tmp_path, keep_last=3) as saver:
+        assert saver.restore(ABSTRACT, 2).host == b"first"
+        saver.rewind(2)
+        assert saver.latest() == 2
+        saver.save(4, draw(7), b"second")
+    with checkpointer(tmp_path) as saver:
+        found = saver.restore(ABSTRACT)
+    assert (found.meta.step, found.host) == (4, b"second")
+    assert_equal(found.state, draw(7))
+    aside = [path.name.rpartition("_")[0] for path in (tmp_path / FOLDER).glob("newer_*")]
+    assert sorted(aside) == ["newer_step_000004", "newer_step_000006"]
 
 
 def test_weights_alone_load_from_a_run_or_a_checkpoint_on_another_mesh(tmp_path: Path) -> None:
