@@ -4,7 +4,7 @@ A gap means that the sampler does not run the policy that is trained, and every 
 neither trainer nor sampler: it compares what they say.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,21 +50,22 @@ class Canary:
         self._config = config
         self._last: list[np.ndarray] | None = None
 
-    def check(self, trainer: Scorer, sampler_logps: Sequence[np.ndarray], version: int) -> float:
-        """Return the mean absolute gap in nats; `sampler_logps` are the sampler's scores of `sequences`.
+    def check(self, trainer: Scorer, scores: Mapping[str, Sequence[np.ndarray]], version: int) -> float:
+        """Return the largest mean absolute gap in nats; `scores` are those of `sequences` by each sampler's name.
 
         Raises:
-            CanaryFailed: the gap is above the limit; the message names the likely cause.
+            CanaryFailed: a gap is above the limit; the message names the sampler and the likely cause.
         """
         ours = trainer(self.sequences, 1.0)
-        gap = _gap(ours, sampler_logps)
+        gaps = {name: _gap(ours, theirs) for name, theirs in scores.items()}
+        name, gap = max(gaps.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
         if gap <= self._config.max_gap:
             self._last = ours
             return gap
         raise CanaryFailed(
-            f"canary at version {version}: trainer and sampler differ by {gap:.4g} nats a token on "
+            f"canary at version {version}: trainer and {name} differ by {gap:.4g} nats a token on "
             f"{len(self.sequences)} fixed prompts, allowed is canary.max_gap={self._config.max_gap}. "
-            f"Suspect: {self._suspect(trainer, sampler_logps, gap)}"
+            f"Suspect: {self._suspect(trainer, scores[name], gap)}"
         )
 
     def _suspect(self, trainer: Scorer, theirs: Sequence[np.ndarray], gap: float) -> str:

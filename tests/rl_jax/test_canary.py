@@ -24,7 +24,7 @@ def _trainer(shift):
 
 def test_gap_is_the_mean_absolute_difference():
     theirs = [s + np.float32(0.01) for s in _scores(_logits(0))]
-    gap = Canary(CanaryConfig(), SEQUENCES).check(_trainer(0), theirs, version=0)
+    gap = Canary(CanaryConfig(), SEQUENCES).check(_trainer(0), {"sampler": theirs}, version=0)
     np.testing.assert_allclose(gap, 0.01, rtol=1e-4)
 
 
@@ -40,12 +40,18 @@ def test_gap_is_the_mean_absolute_difference():
 )
 def test_the_cause_is_named(theirs, suspect):
     with pytest.raises(CanaryFailed, match=suspect):
-        Canary(CanaryConfig(), SEQUENCES).check(_trainer(0), theirs, version=3)
+        Canary(CanaryConfig(), SEQUENCES).check(_trainer(0), {"sampler": theirs}, version=3)
 
 
 def test_a_sampler_that_was_not_updated_is_recognised():
     canary = Canary(CanaryConfig(), SEQUENCES)
     stale = _scores(_logits(0))
-    canary.check(_trainer(0), stale, version=0)
+    canary.check(_trainer(0), {"sampler": stale}, version=0)
     with pytest.raises(CanaryFailed, match="still runs the version before"):
-        canary.check(_trainer(1.0), stale, version=1)
+        canary.check(_trainer(1.0), {"sampler": stale}, version=1)
+
+
+def test_the_worst_of_several_samplers_is_named():
+    right, wrong = _scores(_logits(0)), _scores(_logits(5.0))
+    with pytest.raises(CanaryFailed, match="trainer and replica1 differ"):
+        Canary(CanaryConfig(), SEQUENCES).check(_trainer(0), {"replica0": right, "replica1": wrong}, version=3)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rl_jax.config import ConfigError
+from rl_jax.envs.errors import EnvFailed
 from rl_jax.envs.pool import EnvPool, PoolConfig
 from rl_jax.envs.registry import EnvConfig
 from rl_jax.rollout.documents import Document, read_documents, solved_tasks
@@ -64,9 +65,60 @@ def test_a_line_that_is_no_document_is_named(line: str, tmp_path: Path) -> None:
         read(tmp_path, {"prompt": "a", "completion": "b"}, line)
 
 
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([("user", "x")], "expected role 'assistant', after another message"),
+        ([("assistant", "x")], "expected role 'assistant', after another message"),
+        ([("user", "x"), ("assistant", "y"), ("user", "z")], "expected role 'assistant'"),
+        ([("usr", "x"), ("assistant", "y")], "a role out of system, user, assistant, tool"),
+        ([("user", 3), ("assistant", "y")], "expected text, and a role"),
+    ],
+)
+def test_only_an_answer_of_the_assistant_is_trained(messages: list, says: str, tmp_path: Path) -> None:
+    line = {"messages": [{"role": role, "content": content} for role, content in messages]}
+    with pytest.raises(ConfigError, match=rf"data\.jsonl:2: expected an object .*{says}"):
+        read(tmp_path, {"prompt": "a", "completion": "b"}, line)
+
+
+def test_a_file_that_is_not_utf_8_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes(b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xe9", "completion": "b"}\n')
+    with pytest.raises(ConfigError, match=r"latin\.jsonl:2: not UTF-8"):
+        read_documents(file, TOKENIZER, 9)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sft\.data='.*nowhere\.jsonl': no such file"):
         read_documents(tmp_path / "nowhere.jsonl", TOKENIZER, 9)
+
+
+FLAKY = """
+from rl_jax.envs.base import Task
+
+class Flaky:
+    size = 5
+    def __init__(self, bad=1): self.bad = bad
+    def task(self, index): return Task(prompt=f"q{index}", answer=index)
+    def reward(self, task, completions): return 0.0
+    def solution(self, task):
+        if task.answer % 5 >= self.bad: raise KeyError("no solution")
+        return "a"
+"""
+
+
+def test_a_task_that_fails_costs_its_document(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "flaky.py").write_text(FLAKY)
+
+    async def make(bad: int) -> list[Document]:
+        envs = [EnvConfig(id=f"{tmp_path}/flaky.py:Flaky", settings={"bad": bad})]
+        async with EnvPool(envs, PoolConfig()) as pool:
+            return await solved_tasks(pool, envs, TOKENIZER, limit=9, max_len=99)
+
+    assert_same(asyncio.run(make(2)), [expected("q0", "a"), expected("q1", "a")])
+    assert "Flaky: 3 of 5 tasks are left out: Flaky: solution of task 2: KeyError: 'no solution'" in caplog.text
+    with pytest.raises(EnvFailed, match="solution of task 0: KeyError"):
+        asyncio.run(make(0))
 
 
 def test_solved_tasks_are_the_first_of_each_environment_by_weight() -> None:
