@@ -51,7 +51,7 @@ class Background:
             return
         # Whoever cancels a task, a sampler that shuts down for one, would otherwise leave its group in flight for ever.
         error = RuntimeError(f"{task.get_coro()}: was cancelled") if task.cancelled() else task.exception()
-        if error:
-            self.failure = self.failure or error
+        if error and not self.failure:  # what follows from the first is not news
+            self.failure = error
             logger.error("the orchestrator stops: %s", error)
             self.notify()

@@ -26,7 +26,7 @@ from rl_jax.orchestrator.landing import Landing
 from rl_jax.orchestrator.ledger import Dispatch, Ledger
 from rl_jax.orchestrator.snapshot import Ticket
 from rl_jax.rollout.episode import Draw, Player
-from rl_jax.sampler import SamplerHealth, SamplerLost
+from rl_jax.sampler import SamplerGone, SamplerHealth, SamplerLost
 from rl_jax.types import DropReason
 
 logger = logging.getLogger(__name__)
@@ -194,6 +194,8 @@ class Dispatcher:
                 results = await self._player.run_wave([flight.draw for flight in flights])
             else:
                 results = [await self._player.run_group(flight.draw) for flight in flights]
+        except SamplerGone:
+            raise
         except SamplerLost as lost:
             self._requeue(flights, lost)
         else:
@@ -236,6 +238,8 @@ class Dispatcher:
                 continue
             try:
                 self.health = await self._player.sampler.health()
+            except SamplerGone:
+                raise
             except SamplerLost as lost:
                 logger.warning("sampler health: %s; the cap of rollouts in flight stays as it is", lost)
                 continue

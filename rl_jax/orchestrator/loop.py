@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from rl_jax.advantages import Advantages
+from rl_jax.loop_thread import LoopThread
 from rl_jax.orchestrator.config import OrchestratorConfig
 from rl_jax.orchestrator.curriculum import Curriculum
 from rl_jax.orchestrator.ship import Shipper, StepBatch
 from rl_jax.orchestrator.snapshot import Snapshot
-from rl_jax.orchestrator.thread import LoopThread
 from rl_jax.rollout.episode import Player
 from rl_jax.types import Rollout
 

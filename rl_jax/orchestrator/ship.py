@@ -1,4 +1,4 @@
-"""Batches to the trainer, weights to the samplers, and the state of both for a checkpoint (steps 2, 7 and 13).
+"""Batches to the trainer, weights to the samplers, and the state of both for a checkpoint (step 9 of docs/walk.md).
 
     cut:  next_batch(v) <- buffer                                    waits: for groups (sampler slow)
     ship: publish(v+1) -> all samplers acknowledge -> v+1 routable    then dispatch.py has room again

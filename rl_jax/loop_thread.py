@@ -30,6 +30,11 @@ class LoopThread:
             future.cancel()
             raise
 
+    async def wait(self, make: Callable[[], Coroutine[object, object, T]]) -> T:
+        """Run the coroutine that `make` makes, and wait for it on another event loop; cancelling here cancels it there."""
+        assert self._thread.is_alive(), f"thread {self._thread.name} was closed"
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self._loop))
+
     def call(self, function: Callable[[], T]) -> T:
         """Call `function` in the thread and return its value."""
 
