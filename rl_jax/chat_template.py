@@ -1,4 +1,4 @@
-"""A model's chat template: messages -> text, rendered as Hugging Face renders it (step 3 of docs/walk.md).
+"""A model's chat template: messages -> text, rendered as Hugging Face renders it (step 4 of docs/walk.md).
 
 Also answers the question behind exact multi-turn: what does the template write after the policy's words, and does it
 leave what came before alone? Knows text only; rl_jax/tokenizer.py turns it into ids.

@@ -6,6 +6,7 @@ Every fault of a config is reported in one ConfigError. A room refuses bad value
 
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -33,8 +34,13 @@ def refuse(faults: Iterable[str | None]) -> None:
         raise ConfigError(found)
 
 
-def load(cls: type[C], files: Sequence[str | Path], overrides: Sequence[str] = ()) -> C:
+def load(
+    cls: type[C], files: Sequence[str | Path], overrides: Sequence[str] = (), *, only: Sequence[str] | None = None
+) -> C:
     """Merge `files` left to right (tables deep, lists whole), apply `a.b=value` overrides in order, build `cls`.
+
+    Args:
+        only: top-level keys that are read; others are for other commands. None = all, unknown ones are faults.
 
     Raises:
         ConfigError: with every fault found: unreadable file, unknown, missing or mistyped key, refused value.
@@ -52,7 +58,8 @@ def load(cls: type[C], files: Sequence[str | Path], overrides: Sequence[str] = (
         faults.extend(_apply_override(raw, override))
     if faults:
         raise ConfigError(faults)
-    built = _build(cls, raw, "", faults)
+    mine = {key: value for key, value in raw.items() if only is None or key in only}
+    built = _build(cls, mine, "", faults)
     if faults:
         raise ConfigError(faults)
     return typing.cast(C, built)
@@ -83,7 +90,7 @@ def _without_none(value: typing.Any) -> typing.Any:
 def _apply_override(raw: dict[str, object], override: str) -> list[str]:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        return [f"--set {override}: expected key=value, for example --set trainer.steps=10"]
+        return [f"--set {override}: expected key=value, for example --set run.steps=10"]
     try:
         value = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
@@ -95,6 +102,8 @@ def _apply_override(raw: dict[str, object], override: str) -> list[str]:
             node = node[int(part)]
         elif isinstance(node, dict):
             node = node.setdefault(part, {})
+        elif isinstance(node, list) and part.isdigit():
+            return [f"--set {override}: {'.'.join(parents[:depth])} has {len(node)} entries, counted from 0"]
         else:
             return [f"--set {override}: {'.'.join(parents[:depth])} is {node!r}, not a table"]
     if not isinstance(node, dict):
@@ -124,9 +133,20 @@ def _build(hint: object, raw: object, path: str, faults: list[str]) -> object:
         return raw
     if hint is float and type(raw) is int and abs(raw) < 2**63:
         return float(raw)
-    if isinstance(hint, type) and type(raw) is hint and raw == raw:  # nan would pass every check of a room
-        return raw
+    if isinstance(hint, type) and type(raw) is hint:
+        return raw if (unfit := _unfit(raw)) is None else _mistyped(faults, path, raw, unfit)
     return _mistyped(faults, path, raw, getattr(hint, "__name__", str(hint)))
+
+
+def _unfit(raw: object) -> str | None:
+    """Return what is expected instead of a value that no field of its type takes: nan would pass every check of a room."""
+    if isinstance(raw, float) and not math.isfinite(raw):
+        return "a finite number"
+    if isinstance(raw, int) and not -(2**63) <= raw < 2**63:
+        return "an integer of 64 bits"
+    if isinstance(raw, str) and "\0" in raw:
+        return "text without NUL"
+    return None
 
 
 def _build_dataclass(cls: type, raw: object, path: str, faults: list[str]) -> object:
@@ -143,7 +163,11 @@ def _build_dataclass(cls: type, raw: object, path: str, faults: list[str]) -> ob
     for name, f in fields.items():
         if name not in raw and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             faults.append(f"{_join(path, name)}: missing; it has no default")
-    values = {k: _build(hints[k], v, _join(path, k), faults) for k, v in raw.items() if k in fields}
+    values = {
+        k: _build(hints[k], _with_type(hints[k], fields[k], v), _join(path, k), faults)
+        for k, v in raw.items()
+        if k in fields
+    }
     if len(faults) > num_faults:
         return None
     try:
@@ -151,6 +175,15 @@ def _build_dataclass(cls: type, raw: object, path: str, faults: list[str]) -> ob
     except ConfigError as error:
         faults.extend(_join(path, fault) for fault in error.faults)
         return None
+
+
+def _with_type(hint: object, field: dataclasses.Field[typing.Any], raw: object) -> object:
+    """Return a table that names no `type` with that of the field's default, if the field has a choice of tables."""
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    has_choice = sum(dataclasses.is_dataclass(choice) for choice in get_args(hint)) > 1
+    if has_choice and isinstance(raw, dict) and "type" not in raw and dataclasses.is_dataclass(default):
+        return {"type": vars(default).get("type"), **raw}
+    return raw
 
 
 def _build_union(args: tuple[object, ...], raw: object, path: str, faults: list[str]) -> object:

@@ -60,11 +60,11 @@ def _chosen(config: cli.RunConfig, name: str | None) -> EvaluateConfig:
 
 
 def _evaluate(config: cli.RunConfig, policy: Path) -> dict[str, float]:
-    arch, params = rooms.load_policy(policy, make_mesh(MeshConfig()))
+    arch, params, version = rooms.load_policy(policy, make_mesh(MeshConfig()))
     cli.check(config, arch, "evaluate")
     tokenizer = rooms.load_tokenizer(config, arch, rooms.tokenizer_dir(policy))
     pool = rooms.start_pool(config)
-    sampler = rooms.make_sampler(config, arch, tokenizer, params)
+    sampler = rooms.make_sampler(config, arch, tokenizer, params, version)
     episode = dataclasses.replace(config.episode, temperature=config.evaluate.temperature)
     player = rooms.make_player(config, episode, sampler, pool, tokenizer, "evaluate")
     try:

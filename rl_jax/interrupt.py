@@ -1,4 +1,4 @@
-"""Ctrl-C: once asks the run to finish its step, write a checkpoint and exit 0; twice stops it now, resumable."""
+"""Ctrl-C: once asks the run to stop where nothing is lost and exit 0; twice stops it now, resumable."""
 
 import signal
 import sys
@@ -22,6 +22,8 @@ class Interrupt:
     def __init__(self, dashboard: Dashboard):
         self.is_requested = False
         self.is_forced = False
+        self.promise = "this step is finished and a checkpoint written"
+        """What the first interrupt leads to; the run says so for each of its phases."""
         self._dashboard = dashboard
         self._before: dict[signal.Signals, object] = {}
         self._again: threading.Timer | None = None
@@ -41,12 +43,18 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def request(self, who: str) -> None:
+        """Ask the run to stop, as the first interrupt does, for `who` elsewhere; from any thread."""
+        if not self.is_requested:
+            self.is_requested = True
+            self._dashboard.say(f"stopping, as {who} asks: {self.promise}")
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.is_requested:
             self.is_forced = True
             raise KeyboardInterrupt
         self.is_requested = True
-        self._dashboard.say("stopping: this step is finished and a checkpoint written; once more stops now")
+        self._dashboard.say(f"stopping: {self.promise}; once more stops now")
 
     def _catch(self, lost: "sys.UnraisableHookArgs") -> None:
         if not issubclass(lost.exc_type, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The policy losses: log-probabilities of a micro-batch -> summed loss and summed metrics (step 10 of docs/walk.md).
+"""The policy losses: log-probabilities of a micro-batch -> summed loss and summed metrics (step 11 of docs/walk.md).
 
 Pure float32 functions of [B, T] arrays that never mix rows before the last sum, so B may be sharded in any way. Nothing
 here divides by a number of tokens: the caller divides by the trained tokens of the whole step, over all micro-batches

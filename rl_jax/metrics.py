@@ -19,6 +19,7 @@ import tensorboardX
 from rl_jax.config import ConfigError, refuse
 
 METRICS_FILE = "metrics.jsonl"
+NO_WANDB = "metrics.wandb=true: the package wandb is not installed; pip install 'rl-jax[wandb]' or set it to false"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +161,4 @@ def _import_wandb() -> ModuleType:
     try:
         return importlib.import_module("wandb")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            ["metrics.wandb=true: the package wandb is not installed; pip install 'rl-jax[wandb]' or set it to false"]
-        ) from error
+        raise ConfigError([NO_WANDB]) from error

@@ -1,4 +1,4 @@
-"""Rollouts or documents -> micro-batches of one fixed shape (step 9 of docs/walk.md).
+"""Rollouts or documents -> micro-batches of one fixed shape (step 10 of docs/walk.md).
 
 One packer serves RL and SFT. Knows neither devices nor the model; the shape never changes, so nothing recompiles.
 """

@@ -75,7 +75,8 @@ def _draw(axes: Axes, panel: Panel, names: Sequence[str], lines: Lines) -> None:
     axes.grid(True, color="0.9")
     axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=7)
-    if panel.is_log and all((line.get(name) or 1.0) > 0 for line in lines for name in names):
+    values = [value for line in lines for name in names if (value := line.get(name)) is not None]
+    if panel.is_log and all(value > 0 for value in values):
         axes.set_yscale("log")
     if panel.is_fraction and axes.get_ylim()[0] > -0.2 and axes.get_ylim()[1] < 1.2:
         axes.set_ylim(-0.02, 1.02)

@@ -21,6 +21,7 @@ class Dashboard:
     def __init__(self, console: Console | None = None):
         self.console = console or Console()
         self._rows: list[tuple[int, Mapping[str, float]]] = []
+        self._last: dict[str, float] = {}
         self._columns: Sequence[Column] = ()
         self._total = 0
         self._started_s = 0.0
@@ -52,14 +53,16 @@ class Dashboard:
             self._bar.remove_task(task)
         self._task = self._bar.add_task(name, total=total, completed=done)
         self._columns, self._total, self._rows, self._started_s = columns, total, [], time.monotonic()
-        self._first = done
+        self._first, self._last = done, {}
         if not self.console.is_terminal:
             self.say(f"{name}: " + " ".join(f"{heading}" for heading, _, _ in columns))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics after `step` steps."""
+        """Show the metrics after `step` steps; of one that this step has not, the last value."""
         self._bar.update(self._task, completed=step)
-        self._rows = [*self._rows[-11:], (step, dict(metrics))]
+        # Between two batches that were cut from the queue nothing may have arrived: then there is no news of rewards.
+        metrics = self._last = {**self._last, **metrics}
+        self._rows = [*self._rows[-11:], (step, metrics)]
         if self.console.is_terminal:
             self._live.update(Group(self._table(), self._bar))
         elif step % max(1, self._total // LINES_PER_PHASE) == 0 or step == self._total:

@@ -1,12 +1,16 @@
 """The folder of a run: resolved config, environment record, logs, checkpoints, metrics, rollouts, plots."""
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import logging
+import os
 import platform
+import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -61,13 +65,47 @@ class RunFolder:
             raise ConfigError([f"{path}: is no run folder, it has no config.toml; give runs/<name>-<time>"])
         return folder
 
+    @classmethod
+    def resumed(cls, path: str | Path) -> tuple["RunFolder", int | None]:
+        """Open what --resume names: a run, or one checkpoint of it; return the step to go on from, None = the newest.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        absolute = Path(path).absolute()
+        match = re.fullmatch(r"step_(\d{6,})", absolute.name)
+        if match and absolute.parent.name == "checkpoints":
+            return cls.existing(absolute.parents[1]), int(match[1])
+        return cls.existing(path), None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep the folder to this process meanwhile.
+
+        Raises:
+            ConfigError: another run uses it.
+        """
+        with (self.path / "run.lock").open("a+") as file:  # the lock ends with the process, the file stays
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                pid = file.read() or "unknown"
+                raise ConfigError(
+                    [f"{self.path}: another run uses this folder (pid {pid}); wait for its end, or stop it"]
+                ) from error
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
     def record(self, config_toml: str, command: Sequence[str]) -> None:
         """Write the resolved config and what it runs on; an earlier attempt's record keeps its number."""
         attempt = 1 + len(list(self.path.glob("environment-*.json")))
         record = {
             "attempt": attempt,
             "command": list(command),
-            "commit": _commit(),
+            "commit": commit(),
             "python": platform.python_version(),
             "platform": platform.platform(),
             "devices": [str(device) for device in jax.devices()],
@@ -84,7 +122,7 @@ class RunFolder:
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:
         """Send the project's log records to run.log meanwhile."""
-        handler = logging.FileHandler(self.log)
+        handler = _LogFile(self.log, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handler.setLevel(logging.INFO)
         logger = logging.getLogger("rl_jax")
@@ -94,10 +132,23 @@ class RunFolder:
             yield
         finally:
             logger.removeHandler(handler)
-            handler.close()
+            with contextlib.suppress(OSError):  # it was told
+                handler.close()
 
 
-def _commit() -> str:
+class _LogFile(logging.FileHandler):
+    """Gives up, in one line, when the file cannot be written: the run has its own message of a full disk."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif self.level <= logging.CRITICAL:
+            self.setLevel(logging.CRITICAL + 1)
+            print(f"{self.baseFilename}: cannot be written ({error.strerror}), the log ends here", file=sys.stderr)
+
+
+def commit() -> str:
     """Return the commit of the code, marked if the tree has changes; "unknown" outside a git checkout."""
     root = Path(__file__).parent.parent
     ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

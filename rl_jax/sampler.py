@@ -22,6 +22,10 @@ class SamplerLost(RuntimeError):
     """The sampler cannot finish a request: its process, thread or connection is gone. Dispatch the work again."""
 
 
+class SamplerGone(SamplerLost):
+    """It is lost for good, as by a number that is not finite: dispatching again would only hide the cause."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to sample one completion. Log-probabilities returned are those of the distribution that these settings make."""

@@ -25,10 +25,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         cli.print_plan(config, [f"would serve {policy} at http://{config.serve.host}:{config.serve.port}"])
         return 0
-    arch, params = rooms.load_policy(policy, make_mesh(MeshConfig()))
+    arch, params, version = rooms.load_policy(policy, make_mesh(MeshConfig()))
     cli.check(config, arch, "serve")
     tokenizer = rooms.load_tokenizer(config, arch, rooms.tokenizer_dir(policy))
-    sampler = rooms.make_sampler(config, arch, tokenizer, params)
+    sampler = rooms.make_sampler(config, arch, tokenizer, params, version)
     del params  # the sampler has its own copy
     try:
         asyncio.run(serve(sampler, tokenizer, config.serve, max_len=config.sampler.max_len, vocab_size=arch.vocab_size))

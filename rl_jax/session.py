@@ -8,9 +8,11 @@ import asyncio
 import dataclasses
 import hashlib
 import logging
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -18,29 +20,27 @@ from rich.console import Console
 
 from rl_jax import rooms
 from rl_jax.advantages import Advantages
-from rl_jax.checkpoint import Checkpointer
-from rl_jax.cli import RunConfig, check
+from rl_jax.cli import RunConfig, check, shown
 from rl_jax.config import to_toml
+from rl_jax.engine.config import EngineConfig
+from rl_jax.engine.sampler import EmbeddedSampler
+from rl_jax.half.lead import LeadingHalf
+from rl_jax.hosts.group import Hosts
 from rl_jax.interrupt import Interrupt
 from rl_jax.metrics import MetricsWriter, RolloutText, quantiles, read_metrics
-from rl_jax.models.schema import Params
-from rl_jax.optim import OptimConfig, make_optimizer
 from rl_jax.orchestrator.loop import Orchestrator, StepBatch
 from rl_jax.packing import fill_frac, pack, pack_routes
 from rl_jax.plot import plot_run
 from rl_jax.progress import Dashboard
 from rl_jax.rollout.canary import Canary
 from rl_jax.rollout.evaluation import evaluate
+from rl_jax.rollout.fleet import VllmFleet
 from rl_jax.run_folder import RunFolder
-from rl_jax.trainer.loop import StepResult, Trainer
-from rl_jax.trainer.state import TrainState, abstract_state, weight_roles
+from rl_jax.trainer.loop import StepResult
 from rl_jax.trainer.supervised import supervised_batches
 from rl_jax.types import Batch, Rollout
 
 logger = logging.getLogger(__name__)
-
-Found = tuple[TrainState, bytes]
-"""What a checkpoint gave back: the trainer's state, and the orchestrator's."""
 
 STEADY_AFTER_STEPS = 20
 """Steps after which a new compilation is a logged fault: by then every shape was met."""
@@ -49,7 +49,7 @@ STEADY_AFTER_STEPS = 20
 class Session:
     """See the module. A context: leaving it stops sampling, closes the account and frees every room."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, dashboard: Dashboard):
+    def __init__(self, config: RunConfig, folder: RunFolder, dashboard: Dashboard, hosts: Hosts):
         """Check everything that can be checked without starting anything.
 
         Raises:
@@ -62,7 +62,7 @@ class Session:
         check(config, self.arch, "rl")
         self.tokenizer = rooms.load_tokenizer(config, self.arch)
         rooms.check_start(config, self.arch)
-        self.mesh = rooms.start_mesh(config)
+        self.half = LeadingHalf(config, self.arch, rooms.start_mesh(config), hosts)
         self._stack = ExitStack()
         self._num_compilations = 0
         self._evaluations: list[tuple[int, dict[str, float]]] = []
@@ -91,55 +91,58 @@ class Session:
         """Open the checkpoints of the folder."""
         self.tokenizer.save(self.folder.tokenizer)
         digest = hashlib.sha256(to_toml(self.config).encode()).hexdigest()[:16]
-        self.checkpoints = Checkpointer(self.folder.path, self.config.checkpoint, self.arch, digest)
-        self._stack.callback(self.checkpoints.close)
+        self._stack.callback(self.half.close)
+        self.half.open(self.folder.path, digest)
 
     # ---- weights
 
-    def warm_start(self, interrupt: Interrupt) -> Params:
-        """Return the weights that RL starts from: supervised steps on model.path's or drawn ones.
+    def warm_start(self, interrupt: Interrupt) -> None:
+        """Make the weights that RL starts from: supervised steps on model.path's or drawn ones.
 
         An interrupt ends it after a step; then the weights are of no use.
         """
-        start = rooms.load_start(self.config, self.arch, self.mesh)
+        self.half.load()
         sft = self.config.sft
         if not sft.steps:
-            return start
+            return
         documents = rooms.load_documents(self.config, self.tokenizer, self.pool)
-        trainer = self._trainer(sft.optim, start)
+        self.half.warm_up()
+        trainer = self.half.trainer
         columns = [("loss", "loss/mean", ".3f"), ("tokens/s", "perf/throughput", ",.0f")]
         self.dashboard.phase("warm start", sft.steps, 0, columns)
         while trainer.version < sft.steps and not interrupt.is_requested:
             step = trainer.version
             batches = supervised_batches(documents, sft, self.config.packing, self.config.run.seed, step)
-            self.dashboard.step(step + 1, trainer.train_sft(batches).metrics)
-        return trainer.state.params
+            self.dashboard.step(step + 1, self.half.train_sft(batches).metrics)
+        self.half.end_warm_up()
 
-    def restore(self) -> Found | None:
-        """Return what the newest checkpoint holds, None if the run was killed before its first one.
+    def restore(self, step: int | None = None) -> bytes | None:
+        """Restore the checkpoint of a step, None = the newest, and return what it holds of the orchestrator.
 
+        Returns:
+            None if the run was killed before its first checkpoint.
         Raises:
-            ConfigError: it is of another model or optimizer.
+            ConfigError: it is damaged, or of another model or optimizer.
         """
-        if self.checkpoints.latest() is None:
+        found = self.half.checkpoints.latest() if step is None else step
+        if found is None:
             self.dashboard.say("no checkpoint yet: the run begins again")
             return None
-        found = self.checkpoints.restore(self._abstract_state())
-        self.dashboard.say(f"resumed after step {found.meta.step}")
-        return found.state, found.host
+        meta, host = self.half.restore(found, rewinds=step is not None)
+        self.dashboard.say(f"resumed after step {meta.step}")
+        return host
 
-    def start_training(self, start: Params | TrainState, host: bytes | None) -> None:
-        """Start trainer, sampler and orchestrator from weights, or from what a checkpoint gave back."""
+    def start_training(self, host: bytes | None) -> None:
+        """Start trainer, sampler and orchestrator, from the orchestrator's state that a checkpoint gave back, if any."""
         config = self.config
-        reference = rooms.load_start(config, self.arch, self.mesh) if config.loss.ref_kl_coef else None
-        self.trainer = self._trainer(config.optim, start, reference)
+        self.half.begin()
+        self.trainer = self.half.trainer
         logged = self.trainer.version if host is not None else -1  # later lines are of steps that will come again
         self.metrics = MetricsWriter(self.folder.path, config.metrics, dataclasses.asdict(config), logged)
         self._stack.callback(self.metrics.close)
         for line in read_metrics(self.folder.path):
             self._remember(int(line["step"] or 0), line)
-        self.dashboard.say("compiling the sampler ...")
-        self.sampler = rooms.make_sampler(config, self.arch, self.tokenizer, self.trainer.weights())
+        self.sampler = self._sampler()
         self._stack.callback(lambda: asyncio.run(self.sampler.close()))
         self.orchestrator = Orchestrator(
             config.orchestrator,
@@ -165,11 +168,17 @@ class Session:
         """
         started_s = time.monotonic()
         version = self.trainer.version
-        self.orchestrator.publish(self.trainer.weights(), version)
+        if isinstance(self.config.sampler, EngineConfig):
+            self.orchestrator.publish(self.half.weights(), version)
+        else:
+            with self.half.exporting(self.config.sampler.format) as weights:
+                self.orchestrator.publish(weights, version)
         metrics = {"time/broadcast_weights": time.monotonic() - started_s}
+        if isinstance(self.sampler, VllmFleet):
+            metrics |= self.sampler.sync_metrics()
         if self._canary.sequences:
             theirs = self.orchestrator.run(self._sampler_scores)
-            metrics["canary/gap"] = self._canary.check(self.trainer.score, theirs, version)
+            metrics["canary/gap"] = self._canary.check(self.half.score, theirs, version)
         return metrics
 
     # ---- one step
@@ -179,7 +188,7 @@ class Session:
         rollouts = batch.rollouts
         batches = pack(rollouts, batch.advantages, self.config.packing)
         routes = pack_routes(batches, rollouts) if self.config.trainer.router_replay else None
-        result = self.trainer.train(batches, routes_BTLA=routes, rollout_ids=[r.rollout_id for r in rollouts])
+        result = self.half.train(batches, routes, [r.rollout_id for r in rollouts])
         self.orchestrator.record_trained(result.step, rollouts)
         mismatch = _mismatch_by_env(batches, rollouts, result)
         return {**batch.metrics, **result.metrics, **mismatch, "perf/packing_fill": fill_frac(batches)}
@@ -214,28 +223,31 @@ class Session:
 
     def summarise(self, seconds: float) -> None:
         """Say what the run did and where to look next."""
-        say, step, last_step = self.dashboard.say, self.checkpoints.latest(), self.config.run.steps
-        resume = f"continue with: python -m rl_jax.train --resume {self.folder.path}"
+        say, step, last_step = self.dashboard.say, self.half.checkpoints.latest(), self.config.run.steps
+        path = self.folder.path
+        resume = f"continue with: {shown('rl_jax.train', '--resume', path)}"
         if step is None:
             say(f"stopped before the first checkpoint; {resume}")
             return
         if step < last_step:
             say(f"stopped after step {step}, checkpoint written; {resume}")
-        say(f"finished {step} of {last_step} steps in {seconds:.0f} s")
+        else:
+            say(f"finished {step} of {last_step} steps in {seconds:.0f} s")
         if len(self._evaluations) == 2:
             (first_step, first), (last_step, last) = self._evaluations
             for name in sorted(first.keys() & last.keys()):
                 label = name.removeprefix("eval/")
                 say(f"  {label:28} {first[name]:.3f} (step {first_step}) -> {last[name]:.3f} (step {last_step})")
-        say(f"curves    {plot_run(self.folder.path, self.config.run.name)}")
-        say(f"rollouts  {self.folder.path / 'rollouts'}")
-        say(f"account   python -m rl_jax.account {self.folder.path}")
-        say(f"evaluate  python -m rl_jax.evaluate --policy {self.folder.path}")
-        say(f"serve     python -m rl_jax.serve --policy {self.folder.path}")
+        say(f"curves    {plot_run(path, self.config.run.name)}")
+        if (path / "rollouts").is_dir():
+            say(f"rollouts  {path / 'rollouts'}")
+        say(f"account   {shown('rl_jax.account', path)}")
+        say(f"evaluate  {shown('rl_jax.evaluate', '--policy', path)}")
+        say(f"serve     {shown('rl_jax.serve', '--policy', path)}")
 
     def save(self) -> None:
         """Start to write the checkpoint of the current step; the one before it is committed when this returns."""
-        self.checkpoints.save(self.trainer.version, self.trainer.state, self.orchestrator.state())
+        self.half.save(self.orchestrator.state())
 
     def log(self, metrics: Mapping[str, float], batch: StepBatch | None, step_s: float) -> dict[str, float]:
         """Write the metrics of a step everywhere, with the speed of both sides since the last call."""
@@ -249,24 +261,25 @@ class Session:
             self.metrics.rollouts(step, [self._readable(rollout) for rollout in batch.rollouts])
         return every
 
-    def _abstract_state(self) -> TrainState:
-        return abstract_state(self.arch, make_optimizer(self.config.optim, weight_roles(self.arch)), self.mesh)
+    def _sampler(self) -> EmbeddedSampler | VllmFleet:
+        config, arch = self.config, self.arch
+        if isinstance(config.sampler, EngineConfig):
+            self.dashboard.say("compiling the sampler ...")
+            return rooms.make_sampler(config, arch, self.tokenizer, self.half.weights())
+        folder, say = self.folder.path / "fleet", self.dashboard.say
+        for bulky in ("model", "updates"):  # after the servers have ended
+            self._stack.callback(shutil.rmtree, folder / bulky, ignore_errors=True)
+        make = partial(rooms.make_fleet, config, arch, config.sampler, folder=folder)
+        if config.sampler.urls:
+            return make(weights=None, tokenizer_dir=self.folder.tokenizer, say=say)
+        with self.half.exporting(config.sampler.format) as weights:
+            return make(weights=weights, tokenizer_dir=self.folder.tokenizer, say=say)
 
-    def _trainer(self, optim: OptimConfig, start: Params | TrainState, reference: Params | None = None) -> Trainer:
-        config = self.config
-        return Trainer(
-            config=config.trainer,
-            arch=self.arch,
-            forward=config.forward,
-            loss=config.loss,
-            optim=optim,
-            mesh=self.mesh,
-            start=start,
-            reference=reference,
-        )
-
-    async def _sampler_scores(self) -> list[np.ndarray]:
-        return [await self.sampler.score(tokens_T) for tokens_T in self._canary.sequences]
+    async def _sampler_scores(self) -> dict[str, list[np.ndarray]]:
+        """Return the scores of everything that samples, by its name."""
+        if isinstance(self.sampler, VllmFleet):
+            return await self.sampler.score_each(self._canary.sequences)
+        return {"sampler": [await self.sampler.score(tokens_T) for tokens_T in self._canary.sequences]}
 
     def _sampler_speed(self) -> dict[str, float]:
         health = self.orchestrator.run(self.sampler.health)

@@ -1,4 +1,4 @@
-"""Text <-> token ids, and chats -> token ids through the model's own template (steps 3, 4 and 6 of docs/walk.md).
+"""Text <-> token ids, and chats -> token ids through the model's own template (step 4 of docs/walk.md).
 
 Token in, token out: prompts and replies of an environment are encoded once; what the policy sampled is decoded for
 rewards and people, never encoded again. Knows Hugging Face's tokenizer files, no model and no JAX.

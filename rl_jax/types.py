@@ -133,3 +133,8 @@ class Batch:
     def num_trained_tokens(self) -> int:
         """Number of trained tokens."""
         return int(self.mask_BT.sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that are no padding."""
+        return int((self.segments_BT > 0).sum())

@@ -19,6 +19,8 @@ def program_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rl_jax-tests" / fingerprint
 
 
+collect_ignore = ["fleet", "kernels"]  # those run in the fleet environment: make test-fleet
+
 FOR_CHILDREN_TOO = {
     "jax_platforms": os.environ.get("JAX_PLATFORMS", "cpu"),
     "jax_compilation_cache_dir": str(program_cache()),

@@ -57,9 +57,17 @@ def sizes(path: Path, root: Path = ROOT) -> Iterator[Size]:
         if isinstance(node, FUNCTIONS):
             where = f"{name}:{node.lineno} {node.name}"
             arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-            yield Size(where, FUNCTION_LINES, (node.end_lineno or node.lineno) - node.lineno + 1)
             yield Size(where, NESTING, nesting(node))
+            if is_kernel(node):  # it takes pointers, strides and constants one by one, and no record of them
+                yield Size(where, FUNCTION_LINES, (node.end_lineno or node.lineno) - node.body[0].lineno + 1)
+                continue
+            yield Size(where, FUNCTION_LINES, (node.end_lineno or node.lineno) - node.lineno + 1)
             yield Size(where, ARGUMENTS, sum(argument.arg not in ("self", "cls") for argument in arguments))
+
+
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether Triton compiles the function."""
+    return any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def nesting(node: ast.AST, depth: int = 0) -> int:

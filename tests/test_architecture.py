@@ -21,30 +21,40 @@ from packaging.requirements import Requirement
 from size_report import ROOT, sizes, source_files
 
 LAYERS = (  # low to high: a room imports itself and rooms of lower layers, never a neighbour
-    {"rl_jax.axes", "rl_jax.config", "rl_jax.types", "rl_jax.chat_template", "rl_jax.progress"},
-    {"rl_jax.mesh", "rl_jax.tokenizer", "rl_jax.sampler", "rl_jax.run_folder", "rl_jax.interrupt"},
-    {"rl_jax.models", "rl_jax.losses", "rl_jax.optim", "rl_jax.metrics"}
+    {"rl_jax.axes", "rl_jax.config", "rl_jax.types", "rl_jax.chat_template", "rl_jax.progress"}
+    | {"rl_jax.loop_thread", "rl_jax.printable", "rl_jax.checksums", "bridge.wire", "kernels", "rl_jax.triton_launch"},
+    {"rl_jax.mesh", "rl_jax.tokenizer", "rl_jax.sampler", "rl_jax.run_folder", "rl_jax.interrupt", "rl_jax.triton_ops"}
+    | {"bridge.vllm_plugin"},
+    {"rl_jax.models", "rl_jax.losses", "rl_jax.optim", "rl_jax.metrics", "rl_jax.hosts"}
     | {"rl_jax.advantages", "rl_jax.packing", "rl_jax.envs", "rl_jax.http"},
     {"rl_jax.checkpoint", "rl_jax.plot", "bridge"},
     {"rl_jax.trainer", "rl_jax.engine", "rl_jax.rollout"},
     {"rl_jax.orchestrator"},
     {"rl_jax.cli"},
-    {"rl_jax.rooms"},
+    {"rl_jax.rooms", "rl_jax.plan"},
+    {"rl_jax.half"},
     {"rl_jax.session"},
-    {"rl_jax.train", "rl_jax.sft", "rl_jax.serve", "rl_jax.evaluate", "rl_jax.account"},
+    {
+        "rl_jax.train",
+        "rl_jax.sft",
+        "rl_jax.serve",
+        "rl_jax.evaluate",
+        "rl_jax.bench",
+        "rl_jax.account",
+        "bridge.convert",
+    }
+    | {"bridge.verify", "rl_jax.plan.__main__", "rl_jax.plan.sampler", "rl_jax.plan.worker"},
 )
-READ_THE_OUTSIDE = LAYERS[-1] | {"rl_jax.cli"}  # environment variables and the command line
+READ_THE_OUTSIDE = LAYERS[-1] | {"rl_jax.cli", "kernels.vllm_plugin.plugin"}  # environment variables, command line
+READ_THE_OUTSIDE |= {"rl_jax.triton_launch"}  # puts back what the import of a package changes
 WITHOUT_JAX = (
     {"rl_jax.config", "rl_jax.types", "rl_jax.chat_template", "rl_jax.progress", "rl_jax.tokenizer", "rl_jax.sampler"}
     | {"rl_jax.metrics", "rl_jax.advantages", "rl_jax.packing", "rl_jax.envs", "rl_jax.plot", "rl_jax.rollout"}
-    | {"rl_jax.orchestrator", "rl_jax.http", "rl_jax.interrupt", "rl_jax.account"}
+    | {"rl_jax.orchestrator", "rl_jax.http", "rl_jax.interrupt", "rl_jax.account", "bridge.wire"}
+    | {"rl_jax.loop_thread", "rl_jax.printable", "rl_jax.checksums"}
 )
-JAX = {"rl_jax.config", "rl_jax.types", "rl_jax.tokenizer", "rl_jax.advantages", "rl_jax.packing"} | {
-    "rl_jax.chat_template",
-    "rl_jax.envs",
-    "rl_jax.rollout",
-    "rl_jax.orchestrator",
-}
+IN_FLEET = {"bridge.vllm_plugin", "kernels"}  # run in the fleet environment: torch there, nothing of the trainer's
+DOOR = "rl_jax.triton_ops"  # from JAX to kernels; needs an extra, so its importers ask for it where it is chosen
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 FLEET = {"torch", "triton", "vllm"}  # packages of the other environment
 UNIMPORTABLE = {"experiments", "tests", "docs"}
@@ -90,8 +100,12 @@ def import_faults(me: str, tree: ast.AST) -> Iterator[Fault]:
             yield node.lineno, f"{mine} (layer {RANK[mine] + 1}) may not import {target} (layer {RANK[target] + 1})"
         elif mine in WITHOUT_JAX and (top in JAX or (target and target not in WITHOUT_JAX)):
             yield node.lineno, f"{mine} is without JAX and may not import {name}"
-        if top in FLEET:
+        if top in FLEET and mine not in IN_FLEET:
             yield node.lineno, f"{top} belongs to the fleet environment"
+        if top == "kernels" and mine not in {"kernels", DOOR}:
+            yield node.lineno, f"kernels are reached through {DOOR} only"
+        if mine in IN_FLEET and (top in JAX or top == "rl_jax"):
+            yield node.lineno, f"{mine} runs in the fleet environment, which has no {top}"
         if top in UNIMPORTABLE:
             yield node.lineno, f"nothing imports {top}"
 
@@ -195,9 +209,9 @@ def test_imported_packages_are_declared():
         _normal(Requirement(line).name) for extra in project["optional-dependencies"].values() for line in extra
     }
     packages_of = importlib.metadata.packages_distributions()
-    ours = {"rl_jax", "bridge", *sys.stdlib_module_names}
+    ours = {"rl_jax", "bridge", "kernels", *sys.stdlib_module_names}
     undeclared = set()
-    for path in FILES:
+    for path in [path for path in FILES if room_of(module_of(path)) not in IN_FLEET]:
         lines = path.read_text().splitlines()
         for node, name in imports_of(TREES[path]):
             top = name.split(".")[0]
@@ -220,6 +234,9 @@ SAMPLES = (  # module, source, part of the fault that it must give
     ("rl_jax.rollout.client", "from rl_jax.mesh import make_mesh", "without JAX"),
     ("rl_jax.envs.pool", "import jax.numpy as jnp", "without JAX"),
     ("rl_jax.train", "import torch", "fleet"),
+    ("bridge.vllm_plugin.transfer", "import ml_dtypes, jax", "has no jax"),
+    ("kernels.gate.op", "import rl_jax", "has no rl_jax"),
+    ("rl_jax.models.moe", "from kernels.router import Router", "through rl_jax.triton_ops only"),
     ("rl_jax.trainer.loop", "from experiments.x import y", "nothing imports experiments"),
     ("rl_jax.mesh", "def f():\n    import os", "inside a function"),
     ("rl_jax.mesh", "from . import axes", "relative"),

@@ -7,6 +7,8 @@ import pytest
 
 from rl_jax.cli import RunConfig
 from rl_jax.config import load
+from rl_jax.plan.config import PlanConfig
+from rl_jax.plan.sampler import TABLES, SamplerPlanFile
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("**/*.toml"))
@@ -33,6 +35,10 @@ def test_config_says_command_devices_duration_and_expected_result(path: Path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_command_of_a_config_names_it_and_its_files_load(path: Path):
-    files = re.findall(r"--config (\S+\.toml)", header_of(path.read_text())["Command"])
+    command = header_of(path.read_text())["Command"]
+    files = re.findall(r"--config (\S+\.toml)", command)
     assert path.relative_to(ROOT).as_posix() in files
-    load(RunConfig, [ROOT / file for file in files])
+    if "rl_jax.plan.sampler" in command:
+        load(SamplerPlanFile, [ROOT / file for file in files], only=TABLES)
+    else:
+        load(PlanConfig if "rl_jax.plan" in command else RunConfig, [ROOT / file for file in files])

@@ -10,7 +10,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = {"trainer": [], "dev": ["dev"], "arithmetic": ["arithmetic"]}  # -> extras of pyproject.toml that it covers
+EXTRAS = ("dev", "arithmetic", "triton")  # of pyproject.toml that have a layer of the same name
+LAYERS = {"trainer": [], **{extra: [extra] for extra in EXTRAS}}  # -> extras that it covers
 FLEET = {"torch", "triton", "vllm", "nvidia-cublas", "tensorflow"}
 
 
@@ -39,7 +40,7 @@ def test_every_line_is_an_exact_pin(layer: str):
     odd = [
         line
         for line in lines
-        if line and not re.fullmatch(r"#.*|-r trainer\.txt|[a-z0-9-]+(\[\w+\])?==[0-9][\w.]*", line)
+        if line and not re.fullmatch(r"#.*|-r (trainer|compilers)\.txt|[a-z0-9-]+(\[\w+\])?==[0-9][\w.]*", line)
     ]
     assert not odd, f"want name==version in lower case, no address, no hash: {odd}"
 
@@ -61,7 +62,7 @@ def test_everything_that_a_pin_pulls_is_pinned(layer: str):
         try:
             lines = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
-            continue  # the arithmetic layer may be absent
+            continue  # a layer that may be left out
         for requirement in map(Requirement, lines):
             extras = ("", *pin.extras)
             applies = requirement.marker is None or any(requirement.marker.evaluate({"extra": e}) for e in extras)

@@ -1,6 +1,7 @@
 """Sizes of the embedded sampler: slots, pages, and the few fixed shapes that its programs are compiled for."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rl_jax.config import refuse
 
@@ -9,6 +10,7 @@ from rl_jax.config import refuse
 class EngineConfig:
     """Sizes of the embedded sampler. Every shape on the device is one of a few buckets, so compilations are bounded."""
 
+    type: Literal["embedded"] = "embedded"
     num_slots: int = 64
     """Requests decoded at a time."""
     max_len: int = 1024

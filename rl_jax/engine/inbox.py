@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl_jax.engine.engine import Progress
-from rl_jax.sampler import Request, SamplerLost
+from rl_jax.sampler import Request, SamplerGone, SamplerLost
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ class Inbox:
 
 
 def lost(reason: BaseException) -> SamplerLost:
-    """Return a SamplerLost caused by `reason`."""
-    error = SamplerLost(f"the embedded sampler is gone: {reason or repr(reason)}")
+    """Return a SamplerLost caused by `reason`: the engine's thread never comes back."""
+    error = SamplerGone(f"the embedded sampler is gone: {reason or repr(reason)}")
     error.__cause__ = reason
     return error
 

@@ -9,7 +9,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from rl_jax.axes import BATCH_AXES
+from rl_jax.axes import BATCH_AXES, TOKENS
 from rl_jax.models.attention import Attend, attend_masked
 
 
@@ -33,13 +33,13 @@ def paged_attention(
         layer: jax.Array, q_BTKQH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, cache: object
     ) -> tuple[jax.Array, object]:
         assert isinstance(cache, Cache)
-        rows, heads = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, None, "tensor")
+        heads = PartitionSpec(BATCH_AXES, "context", "tensor")
         pages = PartitionSpec(None, None, None, "tensor")
         on_device = jax.shard_map(
             _attend_on_device,
-            in_specs=(PartitionSpec(), heads, heads, heads, pages, rows, rows, rows),
+            in_specs=(PartitionSpec(), heads, heads, heads, pages, PartitionSpec(BATCH_AXES), TOKENS, TOKENS),
             out_specs=(heads, pages),
-            # The batch axes of the mesh have size 1; the check would take the pages for rows of one of them.
+            # The batch and context axes of the mesh have size 1; the check would take the pages for rows of one of them.
             check_vma=False,
         )
         return on_device(layer, q_BTKQH, k_BTKH, v_BTKH, cache, tables_BP, positions_BT, is_real_BT)

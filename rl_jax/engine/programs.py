@@ -15,7 +15,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, reshard
 
-from rl_jax.axes import BATCH_AXES
+from rl_jax.axes import BATCH_AXES, ROWS, TOKENS
 from rl_jax.engine.config import EngineConfig
 from rl_jax.engine.paged import Cache, paged_attention
 from rl_jax.engine.sampling import Filters, sample
@@ -96,7 +96,7 @@ class Programs:
     """The device side of the sampler. Methods are not thread-safe."""
 
     def __init__(self, arch: Architecture, forward: ForwardConfig, config: EngineConfig, mesh: Mesh):
-        wide = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
+        wide = [axis for axis in (*BATCH_AXES, "context") if mesh.shape[axis] > 1]
         if wide:
             raise ValueError(
                 f"the embedded sampler splits heads over tensor only, but its mesh has {dict(mesh.shape)}; "
@@ -151,8 +151,9 @@ class Programs:
         self, cache: Cache, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, **where: jax.Array
     ) -> Decoded:
         """Run the decoder over the paged cache; `where` says which tables and which tokens are real."""
-        batch = partial(reshard, out_shardings=PartitionSpec(BATCH_AXES, None))
-        attend = paged_attention(batch(where["tables_BP"]), batch(positions_BT), batch(where["is_real_BT"]))
+        batch = partial(reshard, out_shardings=TOKENS)
+        tables_BP = reshard(where["tables_BP"], ROWS)
+        attend = paged_attention(tables_BP, batch(positions_BT), batch(where["is_real_BT"]))
         return decoder(self.arch, self.forward, params, batch(tokens_BT), batch(positions_BT), attend, cache)
 
     def _decode_steps(self, cache: Cache, params: Params, slots: Slots) -> tuple[Cache, Decode]:
@@ -230,7 +231,7 @@ class Programs:
         experts_LBTA = _experts(decoded) if self.config.routed_experts else None
         if pieces.targets_BT is None:
             return decoded.cache, (experts_LBTA, None)
-        batch = partial(reshard, out_shardings=PartitionSpec(BATCH_AXES, None))
+        batch = partial(reshard, out_shardings=TOKENS)
         head_VD = head_weight(self.arch, params, self.forward.dtype)
         ones_BT = batch(jnp.ones(pieces.targets_BT.shape, jnp.float32))
         targets_BT, chunk = batch(pieces.targets_BT), self.forward.head_chunk_tokens

@@ -1,4 +1,4 @@
-"""What an environment is: a source of tasks that can answer the policy and judge it (steps 3 and 6 of docs/walk.md).
+"""What an environment is: a source of tasks that can answer the policy and judge it (step 6 of docs/walk.md).
 
 An environment is a plain class, or a function. It knows text, never tokens, and runs in a worker process.
 

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from rl_jax.printable import printable
 from rl_jax.types import DropReason
 
 
@@ -9,6 +10,9 @@ class EnvError(RuntimeError):
     """An environment gave no usable value. It costs the rollout that asked, never the run."""
 
     drop_reason: ClassVar[DropReason] = DropReason.REWARD_ERROR
+
+    def __init__(self, text: str):
+        super().__init__(printable(text))  # it goes to the terminal, the log and the ledger
 
 
 class EnvFailed(EnvError):

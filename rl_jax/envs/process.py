@@ -14,11 +14,13 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import cast
 
 from rl_jax.config import ConfigError
 from rl_jax.envs.errors import EnvFailed, EnvInvalid, EnvTimeout
 from rl_jax.envs.wire import Answer, EnvInfo, Request, Setup, receive, send
+from rl_jax.printable import printable
 
 DUMP_S = 0.5
 """A late worker has this long to write where it hangs, before it is killed."""
@@ -36,6 +38,7 @@ class WorkerProcess:
     def __init__(self, setup: Setup):
         self._setup = setup
         self._infos: dict[str, EnvInfo] = {}
+        self._num_calls = 0
         self._last_output = ""
         self._is_dead = False
         self._socket, theirs = socket.socketpair()
@@ -72,12 +75,12 @@ class WorkerProcess:
             if config.label in self._infos:
                 continue
             message = self._setup if i == 0 else None
-            answer = self._ask(f"{config.label}: start of the environment", message, self._setup.start_timeout_s)
+            answer = self._ask(f"{config.label}: start of the environment", i, message, self._setup.start_timeout_s)
             if answer.kind != "ok":
                 self.kill()
             if answer.kind == "config":
                 faults = cast(tuple[str, ...], answer.value)
-                raise ConfigError([f"environment {config.label}: {fault}" for fault in faults])
+                raise ConfigError([printable(f"environment {config.label}: {fault}") for fault in faults])
             if answer.kind != "ok":
                 raise EnvFailed(f"environment {config.label} cannot start: {answer.value}")
             self._infos[config.label] = cast(EnvInfo, answer.value)
@@ -86,7 +89,9 @@ class WorkerProcess:
     def call(self, request: Request) -> object:
         """Return the value of one call, first waiting for the start. After a timeout or a crash the worker is dead."""
         self.wait_ready()
-        answer = self._ask(str(request), request, self._setup.deadline_s)
+        self._num_calls += 1
+        number = len(self._setup.configs) + self._num_calls
+        answer = self._ask(str(request), number, replace(request, number=number), self._setup.deadline_s)
         if answer.kind == "ok":
             return answer.value
         raise (EnvInvalid if answer.kind == "invalid" else EnvFailed)(f"{request}: {answer.value}")
@@ -121,14 +126,18 @@ class WorkerProcess:
         last = self._last_output.strip()
         return f"({how})" + (f"; its last output:\n{last}" if last else "")
 
-    def _ask(self, what: str, message: object, limit_s: float) -> Answer:
-        """Send `message`, if any, and return the answer; without an answer in time, kill and raise."""
+    def _ask(self, what: str, number: int, message: object, limit_s: float) -> Answer:
+        """Send `message`, if any, and return the answer of that number; without it in time, kill and raise."""
         end_s = time.monotonic() + limit_s
         try:
             if message is not None:
                 self._socket.settimeout(limit_s)
                 send(self._socket, message)
-            return cast(Answer, self._receive(end_s))
+            answer = cast(Answer, self._receive(end_s))
+            while answer.number != number:  # the user's code has a copy of the socket: what it says late is not this
+                logger.warning("%s: an answer that belongs to another call was left aside", what)
+                answer = cast(Answer, self._receive(end_s))
+            return answer
         except (TimeoutError, EOFError, ConnectionError, pickle.UnpicklingError) as error:
             is_late = time.monotonic() >= end_s
             if is_late:
@@ -175,4 +184,4 @@ class WorkerProcess:
             self._selector.unregister(self._stderr)
         if text := chunk.decode(errors="replace"):
             self._last_output = (self._last_output + text)[-TAIL_CHARS:]
-            logger.info("environment output: %s", text.rstrip())
+            logger.info("environment output: %s", printable(text.rstrip()))

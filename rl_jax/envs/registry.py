@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,12 @@ class FunctionEnvironment:
 
     def task(self, index: int) -> Task:
         """Return the prompt of `index`; `answer` is the function that judges it."""
-        prompt, judge = self.fn(index, **self.settings)
+        made = self.fn(index, **self.settings)
+        if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
+            raise TypeError(
+                f"{self.fn.__name__}({index}) returned {reprlib.repr(made)}, expected (prompt, function that judges)"
+            )
+        prompt, judge = made
         return Task(prompt=prompt, answer=judge)
 
     def reward(self, task: Task, completions: Sequence[str]) -> float | Mapping[str, float]:

@@ -30,6 +30,8 @@ class ReverseText:
         kinds: some of "words", "sentences" (clauses of 2 to 6 words, with spaces and apostrophes) and "letters" (made-up
             strings, many more than there are real texts).
         min_chars, max_chars: length of the texts; they go from 3 to 24.
+        is_spelled: letters stand apart ("c a t"), in the text and in the answer: a subword tokenizer then has a token for
+            each letter. The ratio counts no spaces then; exact does.
         instruction: put on a line of its own before the text; for chat models.
         tag: when set, the answer stands between <tag> and </tag>; without them the reward is 0.
         refusals: share of the texts, 0..1, of which `solution` is only "?": a warm start on such demonstrations can do
@@ -42,6 +44,7 @@ class ReverseText:
         kinds: Sequence[str] = ("words", "sentences"),
         min_chars: int = 1,
         max_chars: int = 24,
+        is_spelled: bool = False,
         instruction: str = "",
         tag: str = "",
         refusals: float = 0.0,
@@ -61,6 +64,7 @@ class ReverseText:
         texts = {text for kind in kinds for text in _texts(kind) if min_chars <= len(text) <= max_chars}
         ranked = sorted((_hash(text), text) for text in texts)
         self._texts = [text for rank, text in ranked if rank % 100 in SPLITS[split]]
+        self._is_spelled = is_spelled
         self._instruction = f"{instruction}\n" if instruction else ""
         self._tag = tag
         self._refusals = refusals
@@ -70,7 +74,7 @@ class ReverseText:
         """Return text `index` to reverse."""
         if not 0 <= index < self.size:
             raise IndexError(f"task {index}: expected 0 <= index < size={self.size}")
-        text = self._texts[index]
+        text = " ".join(self._texts[index]) if self._is_spelled else self._texts[index]
         return Task(prompt=self._instruction + text, answer=text[::-1])
 
     def reward(self, task: Task, completions: Sequence[str]) -> Mapping[str, float]:
@@ -78,8 +82,11 @@ class ReverseText:
         truth, answer = str(task.answer), answer_of(completions[0], self._tag)
         if answer is None:
             return {"reward": 0.0, "exact": 0.0}
-        ratio = difflib.SequenceMatcher(None, answer, truth, autojunk=False).ratio()
+        ratio = difflib.SequenceMatcher(None, self._counted(answer), self._counted(truth), autojunk=False).ratio()
         return {"reward": ratio, "exact": float(answer == truth)}
+
+    def _counted(self, text: str) -> str:
+        return text.replace(" ", "") if self._is_spelled else text
 
     def solution(self, task: Task) -> str:
         """Return the reversed text, between tags if they are asked for, or the refusal."""

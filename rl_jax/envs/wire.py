@@ -3,9 +3,10 @@
     pool                                        worker
       | Setup ------------------------------------> import, construct and try each environment, in order
       | <---- for each: Answer("ok", EnvInfo) or Answer("config", faults) or Answer("error", text)
-      | Request(method, env, index, completions) -> call it
-      | <---- Answer("ok", plain value) or Answer("error", text) or Answer("invalid", text)
+      | Request(number, method, env, index, completions) -> call it
+      | <---- Answer("ok", plain value) or Answer("error", text) or Answer("invalid", text), with the request's number
 
+The answers to Setup are numbered by environment, requests go on from there. An answer of another number is not taken.
 Only plain values come back (numbers, text, lists, dictionaries, the records below): a user's own classes stay in the
 worker, and the run never imports a user's module.
 """
@@ -53,6 +54,8 @@ class Request:
     env: str
     index: int
     completions: tuple[str, ...] = ()
+    number: int = 0
+    """Given by the one who asks a worker."""
 
     def __str__(self) -> str:
         return f"{self.env}: {self.method} of task {self.index}"
@@ -64,6 +67,8 @@ class Answer:
 
     kind: Literal["ok", "error", "invalid", "config"]
     value: object
+    number: int = -1
+    """Of what it answers: the environment of the Setup, or the Request."""
 
 
 def send(connection: socket.socket, message: object) -> None:

@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import SupportsFloat, cast
 
 from rl_jax.config import ConfigError
@@ -41,14 +42,14 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the pool asks where a late call hangs
     environments: dict[str, Environment] = {}
-    for config in setup.configs:
-        send(connection, _watched(setup.start_timeout_s, lambda c=config: _construct(c, environments)))
+    for i, config in enumerate(setup.configs):
+        _answer(connection, i, setup.start_timeout_s, lambda c=config: _construct(c, environments))
     while True:
         try:
             request = cast(Request, receive(connection))
         except (EOFError, ConnectionError):
             os._exit(0)  # a thread that an environment left running must not keep the process
-        send(connection, _watched(setup.deadline_s, lambda r=request: _serve(environments[r.env], r)))
+        _answer(connection, request.number, setup.deadline_s, lambda r=request: _serve(environments[r.env], r))
 
 
 def _claim_stdin() -> socket.socket:
@@ -59,6 +60,15 @@ def _claim_stdin() -> socket.socket:
     os.close(nothing)
     os.dup2(2, 1)
     return connection
+
+
+def _answer(connection: socket.socket, number: int, limit_s: float, call: Callable[[], Answer]) -> None:
+    """Send what a call of the user's code came to, once: a child that it forked and let come back here must not answer."""
+    worker = os.getpid()
+    answer = _watched(limit_s, call)
+    if os.getpid() != worker:
+        os._exit(0)
+    send(connection, replace(answer, number=number))
 
 
 def _watched(limit_s: float, call: Callable[[], Answer]) -> Answer:
@@ -132,17 +142,21 @@ def _task(environment: Environment, index: int) -> Task:
 
 def _prompt(task: Task) -> str | list[dict[str, str]]:
     if isinstance(task.prompt, str):
-        return str(task.prompt)
+        return _text("prompt", task.prompt)
     messages = [dict(message) for message in task.prompt]
     for message in messages:
         if not {"role", "content"} <= message.keys() or not all(isinstance(v, str) for v in message.values()):
             raise TypeError(f"prompt message {reprlib.repr(message)}: expected text under 'role' and 'content'")
-    return messages
+    return [{key: _text("prompt", value) for key, value in message.items()} for message in messages]
 
 
 def _text(method: str, value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{method} returned {reprlib.repr(value)}, expected text")
+    try:
+        value.encode()  # no tokenizer, file or database takes a lone surrogate
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{method}: character {error.start} is {value[error.start]!r}, which is no text") from error
     return str(value)
 
 
@@ -151,6 +165,8 @@ def _numbers(reward: object) -> dict[str, float]:
     values = dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
     if "reward" not in values:
         raise InvalidReward(f"expected an entry 'reward', got the keys {reprlib.repr(list(values))}")
+    if odd := [name for name in map(str, values) if not name.isprintable()]:
+        raise InvalidReward(f"names of parts {reprlib.repr(odd)}: expected printable text, they name metrics")
     return {str(name): _number(str(name), value) for name, value in values.items()}
 
 

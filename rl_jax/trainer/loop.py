@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from rl_jax.axes import BATCH_AXES
+from rl_jax.axes import BATCH_AXES, EXPERT_AXES
 from rl_jax.config import refuse
 from rl_jax.losses import LossConfig, loss_sum
-from rl_jax.mesh import to_mesh
+from rl_jax.mesh import to_host, to_mesh
 from rl_jax.models.architecture import Architecture
+from rl_jax.models.grouped_matmul import ragged_fault
 from rl_jax.models.schema import Params
 from rl_jax.models.transformer import ForwardConfig
 from rl_jax.optim import OptimConfig, learning_rate, make_optimizer
@@ -42,9 +42,18 @@ class TrainerConfig:
     balance_coef: float = 0.0
     """Factor of the sequence-wise load-balance loss of the router (arXiv 2412.19437, which uses 1e-4); >= 0, 0 = off."""
 
+    z_coef: float = 0.0
+    """Factor of the z loss of the router (arXiv 2202.08906, which uses 1e-3); >= 0, 0 = off."""
+    router_bias_rate: float = 0.0
+    """How far a step moves the correction bias of each expert of a model with router_bias towards an even load (arXiv
+    2408.15664, which uses 1e-3); >= 0, 0 = frozen."""
+
     def __post_init__(self) -> None:
-        is_legal = 0 <= self.balance_coef < math.inf
-        refuse([None if is_legal else f"balance_coef={self.balance_coef}: expected a number >= 0"])
+        refuse(
+            f"{name}={getattr(self, name)}: expected a number >= 0"
+            for name in ("balance_coef", "z_coef", "router_bias_rate")
+            if not 0 <= getattr(self, name) < math.inf
+        )
 
 
 class NonFinite(ArithmeticError):
@@ -95,12 +104,15 @@ class Trainer:
         self.config = config
         self.mesh = mesh
         self.arch = arch
+        self._forward = forward
         self.state = start if isinstance(start, TrainState) else init_state(optimizer, start, mesh)
         self.abstract_state = abstract_state(arch, optimizer, mesh)
         """The state's shapes, dtypes and shardings: what a checkpoint restores into."""
         self._reference = reference if loss.ref_kl_coef else None
         self._learning_rate = learning_rate(optim)
-        self._programs = Programs(arch, forward, optimizer, losses, config.balance_coef)
+        self._programs = Programs(
+            arch, forward, optimizer, losses, config.balance_coef, config.z_coef, config.router_bias_rate
+        )
         self._version = int(jax.device_get(self.state.step))
 
     @property
@@ -164,8 +176,8 @@ class Trainer:
         for first in range(0, len(sequences), num_rows):
             chunk = sequences[first : first + num_rows]
             with jax.set_mesh(self.mesh):
-                micro = put_batch(_score_batch(chunk, num_rows, temperature), self.mesh)
-                logp_BT = jax.device_get(self._programs.score(self.state.params, micro))
+                micro = put_batch(_score_batch(chunk, num_rows, temperature, self.mesh), self.mesh)
+                logp_BT = to_host(self._programs.score(self.state.params, micro))
             scored += [np.append(np.float32(0), logp_BT[b, : len(t) - 1]) for b, t in enumerate(chunk)]
         return scored
 
@@ -190,7 +202,7 @@ class Trainer:
                 gradient, one = self._programs.accumulate[loss](gradient, self.state.params, micro, counts)
                 told.append(one)
             self.state, applied = self._programs.apply(self.state, gradient)
-        told, applied = jax.device_get((told, applied))
+            told, applied = to_host((told, applied))
         found = faults(told, applied)
         if found:
             who = suspects(batches, told, rollout_ids)
@@ -216,7 +228,7 @@ class Trainer:
         forced_LBTA = None
         if routes_BTLA is not None:
             spec = PartitionSpec(None, BATCH_AXES, None, None)
-            forced_LBTA = to_mesh(np.moveaxis(routes_BTLA, 2, 0).astype(np.int32), self.mesh, spec)
+            forced_LBTA = to_mesh(np.moveaxis(routes_BTLA, 2, 0), self.mesh, spec, np.int32)
         micro = put_batch(batch, self.mesh, forced_LBTA=forced_LBTA)
         if loss == "rl" and self._reference is not None:
             # The reference model routes for itself: its experts are not the sampler's.
@@ -225,10 +237,10 @@ class Trainer:
         return micro
 
     def _counts(self, batches: Sequence[Batch]) -> Counts:
-        put = partial(jax.device_put, device=NamedSharding(self.mesh, PartitionSpec()))
+        put = partial(to_mesh, mesh=self.mesh, spec=PartitionSpec())
         return Counts(
-            num_trained=put(jnp.float32(sum(batch.num_trained_tokens for batch in batches))),
-            num_tokens=put(jnp.float32(num_tokens(batches))),
+            num_trained=put(np.asarray(sum(batch.num_trained_tokens for batch in batches), np.float32)),
+            num_tokens=put(np.asarray(num_tokens(batches), np.float32)),
         )
 
     def _check_batches(self, batches: Sequence[Batch]) -> None:
@@ -236,8 +248,15 @@ class Trainer:
             raise ValueError(
                 f"step {self._version + 1}: {len(batches)} batches with no trained token; nothing to train"
             )
+        chunks = 2 * self.mesh.shape["context"]
         for batch in batches:
-            rows = batch.tokens_BT.shape[0]
+            _check_ragged(self.arch, self._forward, self.mesh, batch.tokens_BT.size)
+            rows, seq_len = batch.tokens_BT.shape
+            if chunks > 2 and seq_len % chunks:
+                raise ValueError(
+                    f"a micro-batch has rows of {seq_len} tokens: must be a multiple of {chunks}, two chunks for each "
+                    f"shard of mesh {dict(self.mesh.shape)}; change packing.seq_len"
+                )
             if rows % self._num_shards:
                 raise ValueError(
                     f"a micro-batch has {rows} rows: must be a multiple of {self._num_shards}, the devices that share "
@@ -245,10 +264,20 @@ class Trainer:
                 )
 
 
+def _check_ragged(arch: Architecture, forward: ForwardConfig, mesh: Mesh, num_tokens: int) -> None:
+    """Refuse lax.ragged_dot where XLA expands it; `num_tokens` of a micro-batch are shared by data and fsdp only."""
+    shards = math.prod(mesh.shape[axis] for axis in EXPERT_AXES)
+    rows = num_tokens * arch.num_active_experts // (mesh.shape["data"] * mesh.shape["fsdp"])
+    platform = mesh.devices.flat[0].platform
+    fault = ragged_fault(platform, rows, arch.num_experts // shards, arch.width, forward.dtype.itemsize)
+    if forward.grouped_matmul == "ragged" and fault:
+        raise ValueError(fault)
+
+
 def _check(config: TrainerConfig, arch: Architecture, loss: LossConfig, reference: Params | None) -> None:
     if loss.ref_kl_coef and reference is None:
         raise ValueError(f"loss.ref_kl_coef={loss.ref_kl_coef} needs the weights of a reference model")
-    for name in ("router_replay", "balance_coef"):
+    for name in ("router_replay", "balance_coef", "z_coef", "router_bias_rate"):
         value = getattr(config, name)
         if value and not arch.num_experts:
             raise ValueError(
@@ -256,9 +285,14 @@ def _check(config: TrainerConfig, arch: Architecture, loss: LossConfig, referenc
             )
 
 
-def _score_batch(sequences: Sequence[np.ndarray], num_rows: int, temperature: float) -> Batch:
-    """Lay one sequence in each row, all padded to one power of two, so that few lengths are ever compiled."""
+def _score_batch(sequences: Sequence[np.ndarray], num_rows: int, temperature: float, mesh: Mesh) -> Batch:
+    """Lay one sequence in each row, all padded to one power of two, so that few lengths are ever compiled.
+
+    The context axis needs two chunks of a row on each device: a size of it that is no power of two adds to that.
+    """
+    chunks = 2 * mesh.shape["context"]
     length = max(16, 2 ** math.ceil(math.log2(max(len(tokens_T) for tokens_T in sequences))))
+    length = -(-length // chunks) * chunks
     shape = (num_rows, length)
     tokens_BT, segments_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     for b, tokens_T in enumerate(sequences):

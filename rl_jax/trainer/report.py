@@ -48,6 +48,12 @@ def step_metrics(loss: str, batches: Sequence[Batch], told: Sequence[Told]) -> d
     balances = [float(one.balance) for one in told if one.balance is not None]
     if balances:
         metrics["loss/balance"] = math.fsum(balances) / num_tokens(batches)
+    zs = [float(one.z) for one in told if one.z is not None]
+    if zs:
+        metrics["loss/z"] = math.fsum(zs) / num_tokens(batches)
+    dropped = [float(one.dropped_frac) for one in told if one.dropped_frac is not None]
+    if dropped:
+        metrics["moe/dropped_frac"] = math.fsum(dropped) / len(dropped)
     load_LE = total_load(told)
     if load_LE is not None:
         vio_L = load_LE.max(axis=1) / load_LE.mean(axis=1) - 1
@@ -116,4 +122,4 @@ def step_flops(arch: Architecture, batches: Sequence[Batch]) -> float:
 
 def num_tokens(batches: Sequence[Batch]) -> int:
     """Count the tokens that are no padding."""
-    return sum(int((batch.segments_BT > 0).sum()) for batch in batches)
+    return sum(batch.num_tokens for batch in batches)

@@ -7,6 +7,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rl_jax.mesh import to_mesh
 from rl_jax.models.architecture import Architecture
 from rl_jax.models.schema import Param, Params, abstract_params, parameter_table
 from rl_jax.optim import Role
@@ -36,7 +37,7 @@ def init_state(optimizer: optax.GradientTransformation, params: Params, mesh: Me
     """Return the state of step 0 around `params`, which it takes over: the first step donates them."""
     with jax.set_mesh(mesh):
         opt_state = jax.jit(optimizer.init)(params)
-        step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(mesh, PartitionSpec()))
+    step = to_mesh(np.zeros((), np.int32), mesh, PartitionSpec())
     return TrainState(params=params, opt_state=opt_state, step=step)
 
 

@@ -14,17 +14,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from rl_jax.axes import BATCH_AXES
+from rl_jax.axes import ROWS
 from rl_jax.losses import LossInputs
 from rl_jax.mesh import to_mesh
 from rl_jax.models.architecture import Architecture
-from rl_jax.models.attention import packed_attention
+from rl_jax.models.context import packed_attention
 from rl_jax.models.head import head_weight, token_logprobs
 from rl_jax.models.schema import Params
-from rl_jax.models.transformer import ForwardConfig, compute_params, decoder
+from rl_jax.models.transformer import Decoded, ForwardConfig, compute_params, decoder
+from rl_jax.models.zigzag import gather, spread
+from rl_jax.trainer.balance import balance_sum, moved_bias, z_sum
 from rl_jax.trainer.state import TrainState
 from rl_jax.types import Batch
 
@@ -34,7 +36,7 @@ LossSum = Callable[[LossInputs], tuple[jax.Array, dict[str, jax.Array]]]
 
 @struct.dataclass
 class MicroBatch:
-    """types.Batch on the mesh, rows split over the batch axes, and what optional features add to it."""
+    """types.Batch on the mesh, whole rows split over the batch axes, and what optional features add to it."""
 
     tokens_BT: jax.Array
     targets_BT: jax.Array
@@ -68,6 +70,8 @@ class Gradient:
     """float32, sharded like the parameters."""
     loss: jax.Array
     """float32 scalar."""
+    load_LE: jax.Array | None = None
+    """int32, tokens that each expert got; only where the correction bias of the router moves by it."""
 
 
 @struct.dataclass
@@ -84,6 +88,10 @@ class Told:
     """int32, tokens that each expert got, padding not counted; None in a dense model."""
     balance: jax.Array | None
     """float32, load-balance loss summed over tokens, None when it is off."""
+    z: jax.Array | None
+    """float32, z loss summed over tokens, None when it is off."""
+    dropped_frac: jax.Array | None
+    """float32, share of the choices of experts, padding included, that the capacity dispatch dropped; None without."""
 
 
 @struct.dataclass
@@ -110,15 +118,17 @@ class Programs:
         optimizer: optax.GradientTransformation,
         losses: dict[str, LossSum],
         balance_coef: float = 0.0,
+        z_coef: float = 0.0,
+        bias_rate: float = 0.0,
     ):
-        self.zeros = jax.jit(_zeros)
+        self.zeros = jax.jit(partial(_zeros, arch if arch.router_bias and bias_rate else None))
         """params -> Gradient of zeros"""
         self.accumulate = {
-            name: jax.jit(partial(_accumulate, arch, forward, loss, balance_coef), donate_argnums=0)
+            name: jax.jit(partial(_accumulate, arch, forward, loss, (balance_coef, z_coef)), donate_argnums=0)
             for name, loss in losses.items()
         }
         """loss name -> (Gradient (donated), params, MicroBatch, Counts) -> (Gradient, Told)"""
-        self.apply = jax.jit(partial(_apply, optimizer), donate_argnums=0)
+        self.apply = jax.jit(partial(_apply, optimizer, bias_rate), donate_argnums=0)
         """(TrainState (donated), Gradient) -> (TrainState, Applied)"""
         self.score = jax.jit(partial(_score, arch, forward))
         """(params, MicroBatch) -> logp_BT"""
@@ -136,7 +146,7 @@ def put_batch(
     batch: Batch, mesh: Mesh, ref_logp_BT: jax.Array | None = None, forced_LBTA: Int[Array, "L B T A"] | None = None
 ) -> MicroBatch:
     """Copy a micro-batch to the mesh; each process copies its own rows only."""
-    put = partial(to_mesh, mesh=mesh, spec=PartitionSpec(BATCH_AXES, None))
+    put = partial(to_mesh, mesh=mesh, spec=ROWS)
     return MicroBatch(
         tokens_BT=put(batch.tokens_BT),
         targets_BT=put(batch.targets_BT),
@@ -166,67 +176,60 @@ def cross_entropy_sum(inputs: LossInputs) -> tuple[Float[Array, ""], dict[str, F
     return loss, sums
 
 
-def balance_sum(
-    experts_LBTA: Int[Array, "L B T A"], probs_LBTE: Float[Array, "L B T E"], segments_BT: Int[Array, "B T"]
-) -> Float[Array, ""]:
-    """Return the load-balance loss of each token, summed over tokens, mean over layers; 1 a token is balance.
-
-    Sequence-wise, so that no packing or split changes it: E / (A * len) * sum over e of (times that the token's
-    sequence chose e) * (probability of e at the token). Compares all tokens of a row: T * T * E multiplications.
-    Source: arXiv 2412.19437, equations 17 to 20.
-    """
-    num_layers, num_experts, num_active = probs_LBTE.shape[0], probs_LBTE.shape[-1], experts_LBTA.shape[-1]
-    chosen_LBSE = jnp.sum(jax.nn.one_hot(experts_LBTA, num_experts, dtype=jnp.float32), axis=3)
-    is_same_BTS = (segments_BT[:, :, None] == segments_BT[:, None, :]) & (segments_BT > 0)[:, :, None]
-    same_BTS = is_same_BTS.astype(jnp.float32)
-    mean_BTS = same_BTS / jnp.maximum(jnp.sum(same_BTS, axis=2, keepdims=True), 1.0)
-    frac_LBTE = jnp.einsum("BTS,LBSE->LBTE", mean_BTS, chosen_LBSE) * (num_experts / num_active)
-    return jnp.sum(jax.lax.stop_gradient(frac_LBTE) * probs_LBTE) / num_layers
-
-
-def _zeros(params: Params) -> Gradient:
-    return Gradient(params=jax.tree.map(jnp.zeros_like, params), loss=jnp.zeros((), jnp.float32))
+def _zeros(moving: Architecture | None, params: Params) -> Gradient:
+    """`moving` is the architecture if its correction bias moves."""
+    load_LE = jnp.zeros((moving.num_layers, moving.num_experts), jnp.int32) if moving else None
+    return Gradient(params=jax.tree.map(jnp.zeros_like, params), loss=jnp.zeros((), jnp.float32), load_LE=load_LE)
 
 
 def _accumulate(
     arch: Architecture,
     forward: ForwardConfig,
     loss: LossSum,
-    balance_coef: float,
+    router_coefs: tuple[float, float],
     gradient: Gradient,
     params: Params,
     batch: MicroBatch,
     counts: Counts,
 ) -> tuple[Gradient, Told]:
-    """Add the gradient of loss sum / num_trained + balance_coef * balance sum / num_tokens."""
+    """Add the gradient of loss sum / num_trained + (balance_coef * balance sum + z_coef * z sum) / num_tokens."""
+    balance_coef, z_coef = router_coefs
 
     def mean_loss(params: Params) -> tuple[jax.Array, Told]:
-        decoded = decoder(
-            arch,
-            forward,
-            params,
-            batch.tokens_BT,
-            batch.positions_BT,
-            packed_attention(batch.segments_BT, batch.positions_BT),
-            forced_LBTA=batch.forced_LBTA,
-        )
-        logp_BT, entropy_BT = _logprobs(arch, forward, params, decoded.hidden_BTD, batch)
+        decoded, logp_BT, entropy_BT = _forward(arch, forward, params, batch)
+        segments_BT = spread(batch.segments_BT)
         total, sums = loss(_loss_inputs(batch, logp_BT, entropy_BT))
-        load_LE = None if decoded.experts_LBTA is None else _load(arch, decoded.experts_LBTA, batch.segments_BT)
-        value, balance = total / counts.num_trained, None
+        load_LE = None if decoded.experts_LBTA is None else _load(arch, decoded.experts_LBTA, segments_BT)
+        value, balance, z = total / counts.num_trained, None, None
         if balance_coef:
             assert decoded.experts_LBTA is not None and decoded.router_probs_LBTE is not None, "dense model"
-            balance = balance_sum(decoded.experts_LBTA, decoded.router_probs_LBTE, batch.segments_BT)
+            balance = balance_sum(decoded.experts_LBTA, decoded.router_probs_LBTE, segments_BT)
             value = value + balance_coef * balance / counts.num_tokens
+        if z_coef:
+            assert decoded.router_log_sums_LBT is not None, "dense model"
+            z = z_sum(decoded.router_log_sums_LBT, segments_BT)
+            value = value + z_coef * z / counts.num_tokens
         sums = sums | {"loss": total}
-        return value, Told(sums=sums, logp_BT=logp_BT, entropy_BT=entropy_BT, load_LE=load_LE, balance=balance)
+        dropped_frac = _dropped_frac(decoded) if forward.dispatch == "capacity" else None
+        told = Told(
+            sums=sums,
+            logp_BT=logp_BT,
+            entropy_BT=entropy_BT,
+            load_LE=load_LE,
+            balance=balance,
+            z=z,
+            dropped_frac=dropped_frac,
+        )
+        return value, told
 
     (value, told), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
-    return Gradient(params=jax.tree.map(jnp.add, gradient.params, grads), loss=gradient.loss + value), told
+    load_LE = None if gradient.load_LE is None else gradient.load_LE + told.load_LE
+    params_sum = jax.tree.map(jnp.add, gradient.params, grads)
+    return Gradient(params=params_sum, loss=gradient.loss + value, load_LE=load_LE), told
 
 
 def _apply(
-    optimizer: optax.GradientTransformation, state: TrainState, gradient: Gradient
+    optimizer: optax.GradientTransformation, bias_rate: float, state: TrainState, gradient: Gradient
 ) -> tuple[TrainState, Applied]:
     """Take one optimizer step; with a non-finite loss or gradient, change nothing."""
     is_finite = jax.tree.map(lambda g: jnp.isfinite(jnp.sum(g * g)), gradient.params)
@@ -234,9 +237,11 @@ def _apply(
     is_good = jax.tree.reduce(jnp.logical_and, is_finite, is_loss_finite)
     grads, params, step = typing.cast(tuple[typing.Any, ...], (gradient.params, state.params, state.step))
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
-    stepped = dataclasses.replace(
-        state, params=optax.apply_updates(params, updates), opt_state=opt_state, step=step + 1
-    )
+    new_params: typing.Any = optax.apply_updates(params, updates)
+    if gradient.load_LE is not None:
+        bias_LE = moved_bias(params["layers"]["router_bias_LE"], gradient.load_LE, bias_rate)
+        new_params = new_params | {"layers": new_params["layers"] | {"router_bias_LE": bias_LE}}
+    stepped = dataclasses.replace(state, params=new_params, opt_state=opt_state, step=step + 1)
     applied = Applied(
         grad_norm=optax.tree.norm(gradient.params),
         param_norm=optax.tree.norm(state.params),
@@ -248,16 +253,26 @@ def _apply(
 
 def _score(arch: Architecture, forward: ForwardConfig, params: Params, batch: MicroBatch) -> Float[Array, "B T"]:
     """Return log-probabilities of the targets; losses play no part."""
-    attend = packed_attention(batch.segments_BT, batch.positions_BT)
-    decoded = decoder(arch, forward, params, batch.tokens_BT, batch.positions_BT, attend, forced_LBTA=batch.forced_LBTA)
-    return _logprobs(arch, forward, params, decoded.hidden_BTD, batch)[0]
+    return _forward(arch, forward, params, batch)[1]
 
 
-def _logprobs(
-    arch: Architecture, forward: ForwardConfig, params: Params, hidden_BTD: jax.Array, batch: MicroBatch
-) -> tuple[jax.Array, jax.Array]:
+def _forward(
+    arch: Architecture, forward: ForwardConfig, params: Params, batch: MicroBatch
+) -> tuple[Decoded, Float[Array, "B T"], Float[Array, "B T"]]:
+    """Return what the decoder made of the tokens, in zigzag order, and log-probability and entropy of whole rows."""
+    tokens_BT, positions_BT, segments_BT = (
+        spread(batch.tokens_BT),
+        spread(batch.positions_BT),
+        spread(batch.segments_BT),
+    )
+    forced_LBTA = None if batch.forced_LBTA is None else spread(batch.forced_LBTA, dim=2)
+    attend = packed_attention(segments_BT, positions_BT, forward.packed_attention)
+    decoded = decoder(arch, forward, params, tokens_BT, positions_BT, attend, forced_LBTA=forced_LBTA)
     head_VD = head_weight(arch, params, forward.dtype)
-    return token_logprobs(hidden_BTD, head_VD, batch.targets_BT, batch.temperatures_BT, forward.head_chunk_tokens)
+    targets_BT, temperatures_BT = spread(batch.targets_BT), spread(batch.temperatures_BT)
+    found = token_logprobs(decoded.hidden_BTD, head_VD, targets_BT, temperatures_BT, forward.head_chunk_tokens)
+    logp_BT, entropy_BT = map(gather, found)
+    return decoded, logp_BT, entropy_BT
 
 
 def _loss_inputs(batch: MicroBatch, logp_BT: jax.Array, entropy_BT: jax.Array) -> LossInputs:
@@ -270,6 +285,12 @@ def _loss_inputs(batch: MicroBatch, logp_BT: jax.Array, entropy_BT: jax.Array) -
         mask_BT=batch.mask_BT,
         segments_BT=batch.segments_BT,
     )
+
+
+def _dropped_frac(decoded: Decoded) -> Float[Array, ""] | None:
+    if decoded.experts_LBTA is None or decoded.num_dropped_L is None:
+        return None
+    return jnp.sum(decoded.num_dropped_L).astype(jnp.float32) / decoded.experts_LBTA.size
 
 
 def _load(arch: Architecture, experts_LBTA: jax.Array, segments_BT: jax.Array) -> Int[Array, "L E"]:

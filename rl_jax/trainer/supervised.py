@@ -33,15 +33,14 @@ class SftConfig:
     """Optimizer of the supervised steps; RL begins with a fresh one."""
 
     def __post_init__(self) -> None:
-        has_one = bool(self.envs) != bool(self.data)
+        num_sources = bool(self.envs) + bool(self.data)
+        advice = "give either envs or data, not both" if num_sources else "give envs or data"
         refuse(
             [
                 None if self.steps >= 0 else f"steps={self.steps}: must be at least 0",
                 None if self.batch_size >= 1 else f"batch_size={self.batch_size}: must be at least 1",
                 None if self.max_documents >= 1 else f"max_documents={self.max_documents}: must be at least 1",
-                None
-                if has_one or not self.steps
-                else f"steps={self.steps}: needs documents; give either envs or data, not both",
+                None if num_sources == 1 or not self.steps else f"steps={self.steps}: needs documents; {advice}",
             ]
         )
 

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import traverse_util
-from jax.sharding import PartitionSpec
 
-from rl_jax.axes import BATCH_AXES, spec
+from rl_jax.axes import TOKENS, spec
 from rl_jax.config import ConfigError
 from rl_jax.engine.bench import decode_tokens_per_s
 from rl_jax.engine.config import EngineConfig
@@ -20,7 +19,7 @@ from rl_jax.engine.engine import Engine, Progress
 from rl_jax.engine.programs import Programs
 from rl_jax.mesh import MeshConfig, make_mesh, to_mesh
 from rl_jax.models.architecture import Architecture
-from rl_jax.models.attention import packed_attention
+from rl_jax.models.context import packed_attention
 from rl_jax.models.head import all_logits, head_weight
 from rl_jax.models.schema import Param, Params, flat_table
 from rl_jax.models.transformer import ForwardConfig, decoder
@@ -110,7 +109,7 @@ def full_forward(arch: Architecture, weights: Params, tokens_T: np.ndarray) -> t
     padded_BT = np.zeros((1, 48), np.int32)
     padded_BT[0, : len(tokens_T)] = tokens_T
     with jax.set_mesh(make_mesh(MeshConfig())):
-        tokens_BT = to_mesh(padded_BT, make_mesh(MeshConfig()), PartitionSpec(BATCH_AXES, None))
+        tokens_BT = to_mesh(padded_BT, make_mesh(MeshConfig()), TOKENS)
         logits_TV, experts_LBTA = jax.device_get(_full_forward(arch)(weights, tokens_BT))
     experts_TLA = None if experts_LBTA is None else experts_LBTA[:, 0, : len(tokens_T)].swapaxes(0, 1)
     return logits_TV[: len(tokens_T)].astype(np.float64), experts_TLA

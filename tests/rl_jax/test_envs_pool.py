@@ -20,8 +20,9 @@ from rl_jax.envs.registry import EnvConfig
 from rl_jax.types import DropReason
 
 HOSTILE = '''
-import os, re, signal, subprocess, sys, threading, time
+import gc, os, re, signal, socket, subprocess, sys, threading, time
 from rl_jax.envs.base import Task
+from rl_jax.envs.wire import Answer, send
 
 class Hostile:
     """Judges with whatever the completion asks for."""
@@ -31,7 +32,7 @@ class Hostile:
         time.sleep(slow_start_s)
 
     def task(self, index):
-        return Task(prompt=f"task {index}", answer=index)
+        return Task(prompt=f"task {index}" if index < 999 else "ab\\ud800", answer=index)
 
     def reward(self, task, completions):
         return getattr(self, "do_" + completions[0])(task)
@@ -62,6 +63,25 @@ class Hostile:
         print("to standard output"); os.write(1, b"\\0" * 64)
         sys.stderr.write("to standard error")
         return float(sys.stdin.read() == "")
+    def do_forks(self, task):
+        if os.fork() == 0:
+            time.sleep(0.15)
+            return 77.0
+        return 0.5
+    def do_forks_and_raises(self, task):
+        if os.fork() == 0:
+            raise KeyError("in the child")
+        time.sleep(0.15)
+        return 0.5
+    def do_answers_twice(self, task):
+        connection = next(o for o in gc.get_objects() if isinstance(o, socket.socket))
+        send(connection, Answer(kind="ok", value={"reward": 77.0}, number=0))
+        return 0.25
+    def do_unprintable(self, task): raise ValueError("bad \\ud800 \\x1b[2J\\nline")
+    def do_unprintable_part(self, task): return {"reward": 1.0, "\\ud800": 1.0}
+    def do_slow(self, task):
+        time.sleep(0.4)
+        return 0.25
     def do_nan(self, task): return float("nan")
     def do_inf(self, task): return {"reward": 1.0, "part": float("-inf")}
     def do_text(self, task): return "1.0"
@@ -196,6 +216,39 @@ def test_exceptions_and_rewards_that_are_no_finite_number_cost_one_call_and_no_w
             assert refusal.value.drop_reason is DropReason.REWARD_INVALID
         assert (await pool.score("hostile", 4, ["good"])).parts["pid"] == before
         assert pool.num_replaced == 0
+
+    play([hostile], body)
+
+
+@pytest.mark.parametrize("deed", ["forks", "forks_and_raises"])
+def test_a_forked_child_that_comes_back_answers_nothing(hostile: EnvConfig, deed: str):
+    async def body(pool: EnvPool) -> None:
+        assert (await pool.score("hostile", 1, [deed])).reward == 0.5
+        assert (await pool.score("hostile", 1, ["slow"])).reward == 0.25  # meanwhile the child ends
+        assert (await pool.score("hostile", 4, ["good"])).reward == 0.5
+        assert pool.num_replaced == 0
+
+    play([hostile], body)
+
+
+def test_an_answer_to_another_call_is_not_taken(hostile: EnvConfig, caplog: pytest.LogCaptureFixture):
+    async def body(pool: EnvPool) -> None:
+        assert (await pool.score("hostile", 1, ["answers_twice"])).reward == 0.25
+        assert (await pool.score("hostile", 4, ["good"])).reward == 0.5
+
+    play([hostile], body)
+    assert "an answer that belongs to another call was left aside" in caplog.text
+
+
+def test_texts_of_an_environment_are_safe_to_show_and_to_store(hostile: EnvConfig):
+    async def body(pool: EnvPool) -> None:
+        with pytest.raises(EnvFailed, match=r"ValueError: bad \\ud800 \\x1b\[2J\nline") as failure:
+            await pool.score("hostile", 1, ["unprintable"])
+        str(failure.value).encode()
+        with pytest.raises(EnvInvalid, match=r"names of parts \['\\ud800'\]: expected printable text"):
+            await pool.score("hostile", 1, ["unprintable_part"])
+        with pytest.raises(EnvFailed, match=r"prompt: character 2 is '\\ud800', which is no text"):
+            await pool.task("hostile", 999)
 
     play([hostile], body)
 

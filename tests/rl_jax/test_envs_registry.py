@@ -129,3 +129,16 @@ def test_config_round_trip(tmp_path: Path):
     (tmp_path / "env.toml").write_text(to_toml(config))
     assert load(EnvConfig, [tmp_path / "env.toml"]) == config
     assert (config.label, EnvConfig(id="reverse_text").label) == ("short", "reverse_text")
+
+
+def lone_prompt(index: int) -> str:
+    """An environment as a user may write it: the judge is missing."""
+    return f"task {index}"
+
+
+def test_a_function_without_a_judge_is_told_what_it_must_return():
+    environment = resolve(EnvConfig(id=f"{__file__}:lone_prompt"))
+    with pytest.raises(
+        TypeError, match=r"lone_prompt\(3\) returned 'task 3', expected \(prompt, function that judges\)"
+    ):
+        environment.task(3)

@@ -51,6 +51,19 @@ def test_reward_is_the_sequence_match_ratio(text: str, answer: str):
     assert (reward["reward"] == 1.0) == (answer == truth)
 
 
+@pytest.mark.parametrize(
+    ("answer", "ratio", "exact"),
+    [("t a c", 1.0, 1.0), ("tac", 1.0, 0.0), ("t a", 2 * 2 / 5, 0.0), ("c a t", 2 * 1 / 6, 0.0), ("", 0.0, 0.0)],
+)
+def test_spelled_letters_stand_apart_and_their_spaces_win_nothing(answer: str, ratio: float, exact: float):
+    spelled, plain = (ReverseText(kinds=["words"], is_spelled=is_spelled) for is_spelled in (True, False))
+    assert str(spelled.task(11).prompt) == " ".join(str(plain.task(11).prompt))
+    assert spelled.solution(spelled.task(11)) == " ".join(plain.solution(plain.task(11)))
+    assert spelled.reward(Task(prompt="c a t", answer="t a c"), [answer]) == pytest.approx(
+        {"reward": ratio, "exact": exact}
+    )
+
+
 def test_splits_are_disjoint_and_whole():
     parts = [texts_of(ReverseText(split=split)) for split in ("warmup", "train", "eval")]
     whole = texts_of(ReverseText(split="all"))

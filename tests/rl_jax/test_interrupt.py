@@ -33,6 +33,14 @@ def test_first_is_a_request_and_second_an_exception(dashboard: Dashboard) -> Non
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_first_says_what_it_leads_to_now(dashboard: Dashboard) -> None:
+    with Interrupt(dashboard) as interrupt:
+        interrupt.promise = "the warm start is not kept"
+        signal.raise_signal(signal.SIGINT)
+    assert isinstance(dashboard.console.file, io.StringIO)
+    assert dashboard.console.file.getvalue() == "stopping: the warm start is not kept; once more stops now\n"
+
+
 def test_second_is_raised_again_where_it_was_lost(dashboard: Dashboard) -> None:
     with pytest.raises(KeyboardInterrupt), Interrupt(dashboard) as interrupt:
         signal.raise_signal(signal.SIGINT)

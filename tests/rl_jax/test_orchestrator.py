@@ -28,7 +28,7 @@ from rl_jax.orchestrator.ledger import FILE, Ledger, LedgerError
 from rl_jax.orchestrator.loop import Orchestrator
 from rl_jax.orchestrator.snapshot import Snapshot
 from rl_jax.rollout.episode import EpisodeConfig, Player
-from rl_jax.sampler import SamplerLost
+from rl_jax.sampler import SamplerGone, SamplerLost
 from rl_jax.tokenizer import Tokenizer
 
 WITHOUT_SHRINKING = (Phase.explicit, Phase.generate)  # timing is no function of the example
@@ -364,6 +364,18 @@ def test_sampler_that_stays_lost_ends_the_run(tmp_path):
     with pytest.raises(SamplerLost, match=r"the sampler was lost 3 times .* connection reset"):
         run(tmp_path, sampler, FakePool(spread), 1, make_config(max_retries=2))
     assert set(checked(tmp_path).dropped) <= {"sampler_lost", "run_ended"}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_sampler_that_is_gone_for_good_ends_the_run_at_once(tmp_path, max_staleness, caplog):
+    class Gone(FakeSampler):
+        async def _write(self, request):
+            raise SamplerGone("non-finite log-probability under weights 0")
+
+    with pytest.raises(SamplerGone, match="non-finite log-probability under weights 0"):
+        run(tmp_path, Gone(), FakePool(spread), 1, make_config(max_staleness=max_staleness))
+    assert caplog.text.count("non-finite") == 1
+    assert set(checked(tmp_path).dropped) == {"run_ended"}
 
 
 def test_lost_completion_does_not_stall_the_run(tmp_path):

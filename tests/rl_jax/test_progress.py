@@ -32,6 +32,17 @@ def test_every_step_of_a_short_phase_is_a_line() -> None:
     assert lines[4:] == ["the [end] of it"]
 
 
+def test_a_step_without_news_of_a_metric_shows_its_last_value() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=100)
+    with Dashboard(console) as dashboard:
+        dashboard.phase("training", 3, 0, COLUMNS)
+        for step, metrics in enumerate(({"train/reward": 0.25}, {"train/exact": 1.0}, {"train/reward": 0.5}), start=1):
+            dashboard.step(step, metrics)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.rpartition(" left")[0].partition(" ")[2] for line in console.file.getvalue().splitlines()[1:]]
+    assert lines == ["1/3 reward 0.25 exact -", "2/3 reward 0.25 exact 1.0", "3/3 reward 0.50 exact 1.0"]
+
+
 def test_a_long_phase_is_some_lines_and_ends_with_its_last_step() -> None:
     steps = [line.split()[1] for line in shown(1003).splitlines() if line.startswith("step ")]
     assert LINES_PER_PHASE <= len(steps) <= LINES_PER_PHASE + 2

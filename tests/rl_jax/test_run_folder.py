@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -9,6 +11,8 @@ import pytest
 
 from rl_jax.config import ConfigError
 from rl_jax.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
@@ -28,6 +32,42 @@ def test_only_a_folder_with_a_config_is_a_run(tmp_path: Path) -> None:
         RunFolder.existing(tmp_path)
     (tmp_path / "config.toml").write_text("steps = 1")
     assert RunFolder.existing(str(tmp_path)).ledger == tmp_path / "ledger.sqlite"
+
+
+def test_resume_names_a_run_or_one_of_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.toml").write_text("steps = 1")
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    assert RunFolder.resumed(tmp_path)[1] is None
+    folder, step = RunFolder.resumed(f"{tmp_path}/checkpoints/step_000002/")
+    assert (folder.path, step) == (tmp_path, 2)
+    monkeypatch.chdir(tmp_path / "checkpoints")
+    assert RunFolder.resumed("step_000002")[0].path == tmp_path
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    script = "import sys; from pathlib import Path; from rl_jax.run_folder import RunFolder\n"
+    script += "with RunFolder(Path(sys.argv[1])).locked(): print('locked', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"locked\n"
+        refused = pytest.raises(ConfigError, match=rf"another run uses this folder \(pid {other.pid}\)")
+        with refused, RunFolder(tmp_path).locked():
+            pass
+        other.kill()
+    with RunFolder(tmp_path).locked():  # a killed run leaves no lock
+        pass
+
+
+def test_log_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path)
+    folder.log.symlink_to("/dev/full")
+    logger = logging.getLogger("rl_jax.test")
+    with folder.logged():
+        for i in range(5):
+            logger.info("line %d", i)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "run.log: cannot be written (No space left on device), the log ends here" in told
 
 
 def test_each_attempt_keeps_its_config_and_its_surroundings(tmp_path: Path) -> None:

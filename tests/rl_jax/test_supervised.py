@@ -61,7 +61,7 @@ def test_only_answers_are_trained() -> None:
     ("fields", "says"),
     [
         ({"steps": -1}, "steps=-1"),
-        ({"steps": 2}, "needs documents; give either envs or data"),
+        ({"steps": 2}, "needs documents; give envs or data"),
         ({"steps": 2, "data": "x.jsonl", "envs": (EnvConfig(id="reverse_text"),)}, "not both"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_documents": 0}, "max_documents=0"),

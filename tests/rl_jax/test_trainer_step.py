@@ -9,17 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rl_jax.axes import TOKENS
 from rl_jax.losses import LossConfig, loss_sum
-from rl_jax.mesh import MeshConfig, make_mesh
+from rl_jax.mesh import MeshConfig, make_mesh, to_mesh
 from rl_jax.models.architecture import Architecture
 from rl_jax.models.schema import Params, init_params, num_active_params
 from rl_jax.models.transformer import ForwardConfig
 from rl_jax.optim import OptimConfig, make_optimizer
 from rl_jax.packing import PackingConfig, pack, pack_routes
+from rl_jax.trainer.balance import LAYERS_OF_TOKENS, balance_sum
 from rl_jax.trainer.loop import NonFinite, StepResult, Trainer, TrainerConfig
 from rl_jax.trainer.report import step_flops
 from rl_jax.trainer.state import weight_roles
-from rl_jax.trainer.step import Counts, Programs, balance_sum, put_batch
+from rl_jax.trainer.step import Counts, Programs, put_batch
 from rl_jax.types import Batch, FinishReason, Rollout
 
 ARCH = Architecture(
@@ -67,15 +69,21 @@ def batches(rows: int = 3, seq_len: int = 17) -> list[Batch]:
     return pack(ROLLOUTS, ADVANTAGES, PackingConfig(rows=rows, seq_len=seq_len))
 
 
-def make_trainer(config: TrainerConfig, loss: LossConfig, reference: Params | None = None, lr: float = 1e-2) -> Trainer:
+def make_trainer(
+    config: TrainerConfig,
+    loss: LossConfig,
+    reference: Params | None = None,
+    lr: float = 1e-2,
+    arch: Architecture = ARCH,
+) -> Trainer:
     return Trainer(
         config=config,
-        arch=ARCH,
+        arch=arch,
         forward=ForwardConfig(grouped_matmul="dense", head_chunk_tokens=11),
         loss=loss,
         optim=OptimConfig(lr=lr, weight_decay=0.0),
         mesh=MESH,
-        start=init_params(ARCH, MESH, jax.random.key(0)),
+        start=init_params(arch, MESH, jax.random.key(0)),
         reference=reference,
     )
 
@@ -206,9 +214,10 @@ def test_continuing_from_a_state_is_bitwise_the_same(trainer: Trainer) -> None:
 
 
 def test_replayed_routes_and_reference_are_used() -> None:
-    reference = init_params(ARCH, MESH, jax.random.key(0))  # the trainer's own first weights
-    config, loss = TrainerConfig(router_replay=True, balance_coef=0.1), LossConfig(ref_kl_coef=0.3)
-    trainer = make_trainer(config, loss, reference)
+    arch = dataclasses.replace(ARCH, router_bias=True)
+    reference = init_params(arch, MESH, jax.random.key(0))  # the trainer's own first weights
+    config = TrainerConfig(router_replay=True, balance_coef=0.1, z_coef=0.01, router_bias_rate=0.25)
+    trainer = make_trainer(config, LossConfig(ref_kl_coef=0.3), reference, arch=arch)
     routes_BTLA = pack_routes(batches(), ROLLOUTS)
     result = trainer.train(batches(), routes_BTLA=routes_BTLA)
     expected_LE = np.zeros((2, 5), int)
@@ -222,6 +231,10 @@ def test_replayed_routes_and_reference_are_used() -> None:
     assert (free_LE >= 0).all() and free_LE.sum() == len(ROLLOUTS) * 2 * 2
     assert result.metrics["ref_kl"] > 0  # equal weights, but the reference routes for itself
     assert result.metrics["loss/balance"] > 0.5
+    assert result.metrics["loss/z"] > np.log(5) ** 2 / 2  # logits of about 0: log(sum(exp)) is about log(5)
+    bias_LE = trainer.state.params["layers"]["router_bias_LE"]
+    load_LE = result.load_LE
+    np.testing.assert_array_equal(bias_LE, 0.25 * np.sign(load_LE.mean(axis=1, keepdims=True) - load_LE))
     with pytest.raises(ValueError, match="router_replay"):
         trainer.train(batches())
 
@@ -272,9 +285,13 @@ def test_balance_is_that_of_each_sequence() -> None:
             chosen_E = np.bincount(experts_LBTA[layer, b, is_here_T].ravel(), minlength=num_experts)
             frac_E = chosen_E * num_experts / (3 * is_here_T.sum())
             expected += is_here_T.sum() * (frac_E @ probs_LBTE[layer, b, is_here_T].mean(axis=0)) / num_layers
-    found = balance_sum(
-        jnp.asarray(experts_LBTA, jnp.int32), jnp.asarray(probs_LBTE, jnp.float32), jnp.asarray(segments_BT)
-    )
+    mesh = make_mesh(MeshConfig(context=7))
+    with jax.set_mesh(mesh):
+        found = balance_sum(
+            to_mesh(experts_LBTA.astype(np.int32), mesh, LAYERS_OF_TOKENS),
+            to_mesh(probs_LBTE.astype(np.float32), mesh, LAYERS_OF_TOKENS),
+            to_mesh(segments_BT, mesh, TOKENS),
+        )
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 

@@ -72,6 +72,22 @@ def written(folder: Path, text: str) -> Path:
         ("model.path=nowhere", "model.path='nowhere': give either model.path or a table model.architecture, not both"),
         ("envs=[]", "envs: no environment to train on"),
         ('envs=[{id = "revers_text"}]', "unknown environment; did you mean reverse_text?"),
+        ("mesh.expert=3", "mesh.expert=3 must divide model.num_experts=4; try 2 or 4"),
+        ("mesh.tensor=3", "mesh.tensor=3 must divide model.num_kv_heads=1; try 1"),
+        ("mesh.context=3", "mesh.context=3 must divide model.num_experts=4; try 2 or 4"),
+        ("mesh.context=3", "packing.seq_len=32: mesh.context=3 needs a multiple of 6"),
+        ("model.architecture.router_scores=sigmoid", "router_scores='sigmoid': a model of family 'qwen3_moe' cannot"),
+        ("mesh.data=3", "packing.rows=8: the mesh splits rows 3 ways (data*fsdp*expert); try 9"),
+        ("run.seed=-1", "run.seed=-1: must be between 0 and 4294967295"),
+        ("run.seed=4294967296", "run.seed=4294967296: must be between 0 and 4294967295"),
+        ('run.name="a/b"', "run.name='a/b': must be a plain folder name"),
+        ('run.name="a\\nb"', r"run.name='a\nb': must be a plain folder name"),
+        ("evaluate.temperature=inf", "evaluate.temperature=inf: expected a finite number"),
+        ("model.architecture.norm_eps=-1", "model.architecture.norm_eps=-1.0: must be positive"),
+        ("model.architecture.shared_expert_width=-1", "model.architecture.shared_expert_width=-1: must be at least 0"),
+        ("model.architecture.vocab_size=100", "model.architecture.vocab_size=100: tokenizer: "),
+        ("sft.steps=3", "sft.steps=3: needs documents; give envs or data"),
+        ("episode.return_routed_experts=true", "episode.return_routed_experts=true: set sampler.routed_experts=true"),
         ("nonsense", "--set nonsense: expected key=value"),
         ("=3", "--set =3: expected key=value"),
         ("run.steps.more=3", "--set run.steps.more=3: run.steps is 4, not a table"),
@@ -82,10 +98,30 @@ def test_bad_setting(setting: str, says: str, tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("sft.steps=2", "sft.data=/nope"), "sft.data='/nope': no such file"),
+        (("metrics.wandb=true",), "metrics.wandb=true: the package wandb is not installed"),
+    ],
+)
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry"])
+def test_what_a_run_would_miss_later_is_refused_first(
+    settings: tuple[str, ...], says: str, dry: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in refused(train.main, [*tiny(tmp_path / "runs", *settings), *dry], capsys)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_mesh_of_more_devices_than_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = refused(train.main, tiny(tmp_path / "runs", "mesh.fsdp=16", "packing.rows=16"), capsys)
     assert "needs 16 devices, but there are 8 (cpu); make an axis smaller" in told
     assert not (tmp_path / "runs").exists()
+
+
+def test_ulysses_needs_key_value_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(train.main, tiny(tmp_path, "mesh.context=2", "forward.context_attention=ulysses"), capsys)
+    assert "mesh.tensor*context=2 must divide model.num_kv_heads=1; try 1, or 'all_gather'" in told
 
 
 def test_all_faults_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +213,8 @@ def test_policy_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for main in (evaluate.main, serve.main):
         assert "no such directory" in refused(main, ["--policy", str(tmp_path / "nowhere")], capsys)
         told = refused(main, [*tiny(tmp_path), "--policy", str(tmp_path)], capsys)
-        assert f"{tmp_path}: no checkpoint in there" in told
+        assert f"{tmp_path}: no checkpoint in there, and no config.json of a Hugging Face directory" in told
+        assert "--policy: give a run folder, a checkpoint, or a Hugging Face directory" in refused(main, [], capsys)
 
 
 def test_run_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,9 +260,9 @@ def env(name: str) -> str:
 
 
 def test_failing_rewards_cost_their_rollouts_and_not_the_run(tmp_path: Path) -> None:
-    names = ("checksum", "raises", "not_a_number", "text", "hangs", "too_long")
+    names = ("checksum", "raises", "not_a_number", "text", "hangs", "too_long", "broken")
     envs = f"envs=[{', '.join(map(env, names))}]"
-    ended = run("train", *tiny(tmp_path, envs, "evaluate.envs=[]", "pool.deadline_s=0.4"))
+    ended = run("train", *tiny(tmp_path, envs, "evaluate.envs=[]", "pool.deadline_s=0.4", "canary.num_prompts=14"))
     assert ended.returncode == 0
     folder = folder_in(tmp_path)
     assert run("account", folder).returncode == 0
@@ -238,7 +275,14 @@ def test_failing_rewards_cost_their_rollouts_and_not_the_run(tmp_path: Path) -> 
         ("text", "reward_invalid"),
         ("hangs", "reward_timeout"),
         ("too_long", "prompt_too_long"),
+        ("broken", "reward_error"),
     }
+    details = rows_of(folder, "SELECT DISTINCT detail FROM rollouts WHERE env = 'broken' AND reason = 'reward_error'")
+    assert any(r"cannot judge \ud800 \x1b[2J" in detail for (detail,) in details)
+    assert (
+        r"canary.num_prompts=14: broken, task 1: broken: task of task 1: LookupError: no task 1 \ud800" in ended.stderr
+    )
+    assert "\x1b" not in ended.stdout + ended.stderr
     assert steps_of(tmp_path) == [0, 1, 2, 3, 4]
     assert "Traceback" not in ended.stderr
 

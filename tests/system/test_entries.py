@@ -89,8 +89,11 @@ def test_serve_answers_over_http(trained: Path) -> None:
         url = address_of(process)
         question = {"messages": [{"role": "user", "content": "task 1"}], "max_tokens": 5, "temperature": 0}
         first, again = (asked(f"{url}/v1/chat/completions", question) for _ in range(2))
+        exact = {"token_ids": [97, 98, 99], "sampling_params": {"max_tokens": 4, "temperature": 0, "ignore_eos": True}}
+        (choice,) = asked(f"{url}/inference/v1/generate", exact)["choices"]
         process.send_signal(signal.SIGINT)
         ended = finish(process)
+    assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 4}]  # the step of the checkpoint
     assert first["choices"] == again["choices"]
     # The bytes of "task 1" between <|user|> and <|assistant|>; the second time, all but the last are in the cache.
     assert [reply["usage"]["prompt_tokens"] for reply in (first, again)] == [8, 8]

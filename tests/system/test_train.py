@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -67,6 +69,8 @@ def test_run_leaves_what_it_promises(whole: Path) -> None:
     names = {path.name for path in whole.iterdir()}
     expected = {"config.toml", "environment-1.json", "metrics.jsonl", "ledger.sqlite", "curves.png", "run.log"}
     assert expected <= names
+    command = json.loads((whole / "environment-1.json").read_text())["command"]
+    assert command[1:4] == ["-m", "rl_jax.train", "--config"]
     assert [path.name for path in sorted((whole / "rollouts").iterdir())] == [
         f"step_{step:06d}.txt" for step in range(1, 5)
     ]
@@ -80,7 +84,8 @@ def test_same_seed_twice_is_the_same_run(whole: Path, tmp_path: Path) -> None:
 def test_killed_and_resumed_is_the_same_as_uninterrupted(whole: Path, tmp_path: Path) -> None:
     # Judgements: 3 held-out tasks, two steps of 8, 3 held-out tasks; the 25th is in the middle of the third step.
     is_saved = f"{tmp_path}/*/checkpoints/step_000002"
-    assert run("train", *tiny(tmp_path), KILL_AT="25", KILL_AFTER=is_saved).returncode == -signal.SIGKILL
+    patient = tiny(tmp_path, "pool.deadline_s=100")  # the judge that waits for the checkpoint is the one that kills
+    assert run("train", *patient, KILL_AT="25", KILL_AFTER=is_saved).returncode == -signal.SIGKILL
     folder = folder_in(tmp_path)
     assert not list(folder.glob("checkpoints/step_000004"))
     resumed = run("train", "--resume", folder)
@@ -95,11 +100,27 @@ def test_killed_and_resumed_is_the_same_as_uninterrupted(whole: Path, tmp_path: 
     assert values in resumed.stdout
 
 
+def test_a_damaged_checkpoint_is_named_and_is_no_dead_end(whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "a run"))
+    file = max((folder / "checkpoints/step_000004/params/d").iterdir(), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-3] + b"odd")
+    ended = run("train", "--resume", folder)
+    assert ended.returncode == 2
+    assert f"{file}: damaged or gone since it was written" in ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
+    older = shlex.split(ended.stderr.rpartition("--resume ")[2])[0]
+    again = run("train", "--resume", older)
+    assert again.returncode == 0
+    assert "resumed after step 2" in again.stdout
+    assert_same(folder, whole)
+    assert_accounted(folder, steps=4)
+
+
 def test_resume_with_another_optimizer_is_refused_and_changes_nothing(whole: Path) -> None:
     before = (whole / "config.toml").read_text()
     ended = run("train", "--resume", whole, "--set", "optim.type=muon")
     assert ended.returncode == 2
-    assert "does not fit this config (another optimizer or model?)" in ended.stderr
+    assert "is of another optimizer or model than this config's" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert (whole / "config.toml").read_text() == before
     again = run("train", "--resume", whole)

@@ -61,6 +61,17 @@ def too_long(index: int) -> Judged:
     return f"task {index} " + "very " * 100 + "long", lambda completion: 1.0
 
 
+def broken(index: int) -> Judged:
+    """Have no task of an odd index, and fail to judge the others, in words that no terminal and no database takes."""
+    if index % 2:
+        raise LookupError(f"no task {index} \ud800")
+
+    def judge(completion: str) -> float:
+        raise ValueError("cannot judge \ud800 \x1b[2J\nat all")
+
+    return f"task {index}", judge
+
+
 def _obey_test() -> None:
     """Judge number KILL_AT kills the run, once there is a path that matches KILL_AFTER; from SLOW_FROM on, each waits."""
     global _num_judged
