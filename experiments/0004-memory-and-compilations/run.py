@@ -12,6 +12,7 @@ from rich.console import Console
 from experiments.harness import Report, conditions, is_quick, publish
 from rl_jax.cli import RunConfig
 from rl_jax.config import load
+from rl_jax.hosts.group import Hosts
 from rl_jax.interrupt import Interrupt
 from rl_jax.orchestrator.loop import StepBatch
 from rl_jax.progress import Dashboard
@@ -51,7 +52,8 @@ def run(steps: int, folder: str) -> list[dict[str, int]]:
     config = load(RunConfig, ["configs/reverse_text.toml", HERE / "run.toml"], overrides)
     dashboard = Dashboard(Console(soft_wrap=True))
     place = RunFolder.create(config.run.dir, config.run.name)
-    with Interrupt(dashboard) as interrupt, WatchedSession(config, place, dashboard) as session:
+    session = WatchedSession(config, place, dashboard, Hosts(config.hosts))
+    with Interrupt(dashboard) as interrupt, session:
         session.samples = []
         session.open()
         train(session, None, interrupt)

@@ -17,6 +17,7 @@ from rl_jax.loop_thread import LoopThread
 from rl_jax.sampler import Request, SamplingParams
 
 VOCAB = 97
+STINT = 9
 INFO = {
     "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 64, "dtype": "torch.float32"},
     "scheduler_config": {"max_num_seqs": 8},
@@ -83,6 +84,10 @@ class FakeServer:
     """A commit leaves something else than what was staged."""
     commit_s: float = 0.0
     """Seconds that a commit takes."""
+    ends_at: str = ""
+    """Label of the weights without which a completion gets STINT tokens and waits; "" = none."""
+    written: dict[str, list[str]] = field(default_factory=dict)
+    """Request id -> label of each token so far."""
     pauses: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of each pause."""
     label: str = "default"
@@ -183,11 +188,12 @@ class FakeServer:
             return web.json_response({"error": {"message": "the prompt is too long"}}, status=400)
         self.num_running += 1
         try:
-            versions = []
-            for _ in range(params["max_tokens"]):
+            versions = self.written[body["request_id"]] = []
+            while len(versions) < params["max_tokens"]:
                 await asyncio.sleep(self.token_s)
                 await self._going.wait()
-                versions.append(self.label)
+                if self.ends_at in ("", self.label) or versions.count(self.label) < STINT:
+                    versions.append(self.label)
         finally:
             self.num_running -= 1
         choice = make_choice(params["seed"], versions)

@@ -19,11 +19,12 @@ from rl_jax.sampler import Completion, Request, Sampler, SamplerLost
 # A fake server that "dies" leaves connections that were accepted as it did, as the dead do.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
+# Deadlines that no busy machine meets by accident; a test of one sets its own.
 SETTINGS = {
-    **{"max_len": 64, "max_running": 8, "format": "float32", "poll_s": 0.05, "control_timeout_s": 1.0},
-    **{"update_timeout_s": 1.0, "request_timeout_s": 20.0, "lost_after_s": 5.0},
+    **{"max_len": 64, "max_running": 8, "format": "float32", "poll_s": 0.05, "control_timeout_s": 20.0},
+    **{"update_timeout_s": 20.0, "request_timeout_s": 20.0, "lost_after_s": 20.0},
 }
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 @contextmanager
@@ -64,9 +65,8 @@ def num_live(fleet: VllmFleet) -> float:
     return fleet.sync_metrics()["fleet/num_live"]
 
 
-async def after(delay_s: float, act: Callable[[], object]) -> None:
-    await asyncio.sleep(delay_s)
-    await asyncio.to_thread(act)
+async def reached(condition: Callable[[], bool]) -> None:
+    await asyncio.to_thread(until, condition)
 
 
 GROUPS = [make_request(8 * group + member, group=group) for group in range(6) for member in range(4)]
@@ -91,14 +91,14 @@ def test_groups_stay_together_and_every_token_is_labelled():
 
 
 def test_weights_change_under_requests_in_flight():
-    servers = [FakeServer(token_s=0.03), FakeServer(token_s=0.03)]
+    servers = [FakeServer(token_s=0.01, ends_at="2"), FakeServer(token_s=0.01, ends_at="2")]
     requests = [make_request(i, group=i, max_tokens=50) for i in range(8)]
 
     async def go(fleet: VllmFleet) -> list[Completion]:
         writing = asyncio.create_task(fleet.generate_many(requests))
-        for version in (1, 2):
-            await asyncio.sleep(0.12)
-            await fleet.publish(None, version)
+        for version in (0, 1):
+            await reached(lambda label=str(version): sum(label in w for s in servers for w in s.written.values()) == 8)
+            await fleet.publish(None, version + 1)
         return await writing
 
     with fleet_of(*servers) as fleet:
@@ -122,7 +122,7 @@ def test_weights_change_under_requests_in_flight():
     assert metrics["sync/replica0/num_bytes"] == 100 and metrics["sync/num_bytes"] == 200
     assert (metrics["sync/replica1/version"], metrics["sync/replica1/is_full"]) == (2, 0)
     assert (metrics["sync/changed_frac"], metrics["sync/write_s"]) == (0.25, 0.5)
-    assert 0 < metrics["sync/pause_s/max"] < 1
+    assert 0 < metrics["sync/pause_s/max"] < PATIENCE_S
 
 
 def test_one_by_one_somebody_always_serves():
@@ -137,12 +137,13 @@ def test_one_by_one_somebody_always_serves():
 
 
 def test_work_of_a_server_that_dies_is_done_elsewhere():
-    servers = [FakeServer(token_s=0.03), FakeServer(token_s=0.03)]
+    servers = [FakeServer(token_s=0.01, ends_at="never"), FakeServer(token_s=0.01)]
     requests = [make_request(i, group=i, max_tokens=12) for i in range(10)]
 
     async def go(fleet: VllmFleet) -> list[Completion]:
         writing = asyncio.create_task(fleet.generate_many(requests))
-        await after(0.1, servers[0].die)
+        await reached(lambda: len(servers[0].written) + len(servers[1].written) == len(requests))
+        await asyncio.to_thread(servers[0].die)
         return await writing
 
     with fleet_of(*servers) as fleet:
@@ -152,6 +153,7 @@ def test_work_of_a_server_that_dies_is_done_elsewhere():
         assert metrics["fleet/num_redispatched"] == len(servers[0].bodies("/inference/v1/generate")) - 1
         asyncio.run(fleet.publish(None, 1))
         servers[0].calls.clear()
+        servers[0].ends_at = ""
         servers[0].restart()
         until(lambda: num_live(fleet) == 2)
         assert servers[0].held == (1, "digest-1")
@@ -169,11 +171,25 @@ def test_work_of_a_server_that_dies_is_done_elsewhere():
 )
 @pytest.mark.parametrize("how", ["hangs", "fails"])
 def test_a_server_that_fails_in_an_update_is_never_resumed(path: str, how: str):
+    for update_timeout_s in (0.6, 3.0, 15.0):  # on a busy machine an update may run out of time before it gets there
+        if is_never_resumed(path, how, update_timeout_s):
+            return
+    pytest.fail(f"no update came as far as {path}, with the other server well")
+
+
+def is_never_resumed(path: str, how: str, update_timeout_s: float) -> bool:
+    """Check it; False if the time was too short to see it."""
     servers = [FakeServer(), FakeServer()]
-    with fleet_of(*servers, control_timeout_s=2.0, update_timeout_s=0.6) as fleet:
+    timeouts = {"update_timeout_s": update_timeout_s, "control_timeout_s": max(2.0, update_timeout_s)}
+    with fleet_of(*servers, **timeouts) as fleet:
+        until(lambda: num_live(fleet) == 2)
+        num_evictions = fleet.sync_metrics()["fleet/num_evictions"]
         getattr(servers[0], how).add(path)
-        num_resumed = servers[0].paths().count("/resume")
+        num_resumed, num_asked = servers[0].paths().count("/resume"), servers[0].paths().count(path)
         asyncio.run(fleet.publish(None, 1))
+        is_there = servers[0].paths().count(path) > num_asked
+        if not is_there or fleet.sync_metrics()["fleet/num_evictions"] != num_evictions + 1:
+            return False
         assert num_live(fleet) == 1
         completions = asyncio.run(fleet.generate_many(GROUPS))
         check_tokens(GROUPS, completions)
@@ -185,6 +201,7 @@ def test_a_server_that_fails_in_an_update_is_never_resumed(path: str, how: str):
         servers[0].restart()
         until(lambda: num_live(fleet) == 2)
         assert servers[0].held == (1, "digest-1")
+    return True
 
 
 def test_a_refused_difference_gives_way_to_everything():
@@ -252,7 +269,7 @@ def test_a_server_that_lies_is_evicted(lie: Callable[[dict], None]):
 
 def test_a_hung_server_is_evicted_and_its_requests_go_elsewhere():
     servers = [FakeServer(), FakeServer()]
-    with fleet_of(*servers, control_timeout_s=0.5) as fleet:
+    with fleet_of(*servers, control_timeout_s=2.0) as fleet:
         servers[0].hangs |= {"/inference/v1/generate", "/health"}
         check_tokens(GROUPS, asyncio.run(fleet.generate_many(GROUPS)))
         assert num_live(fleet) == 1
@@ -260,7 +277,7 @@ def test_a_hung_server_is_evicted_and_its_requests_go_elsewhere():
 
 def test_a_request_that_takes_too_long_evicts():
     servers = [FakeServer(), FakeServer()]
-    with fleet_of(*servers, request_timeout_s=0.3, poll_s=30.0) as fleet:
+    with fleet_of(*servers, request_timeout_s=2.0, poll_s=30.0) as fleet:
         servers[1].hangs |= {"/inference/v1/generate"}
         check_tokens(GROUPS, asyncio.run(fleet.generate_many(GROUPS)))
         assert num_live(fleet) == 1
@@ -273,8 +290,9 @@ def test_without_any_server_the_sampler_is_lost_and_says_why():
         started_s = time.monotonic()
         with pytest.raises(SamplerLost, match=r"lost_after_s=0\.4: replica0 lost: http"):
             asyncio.run(fleet.generate(make_request(1)))
-        assert time.monotonic() - started_s < 3
+        assert time.monotonic() - started_s < PATIENCE_S
         server.restart()
+        until(lambda: num_live(fleet) == 1)
         check_tokens([make_request(1)], [asyncio.run(fleet.generate(make_request(1)))])
     with pytest.raises(SamplerLost, match="closed"):
         asyncio.run(fleet.generate(make_request(1)))
