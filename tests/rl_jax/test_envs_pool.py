@@ -141,16 +141,16 @@ def test_values_come_back_typed(hostile: EnvConfig):
 def test_missed_deadline_costs_one_call_and_one_worker(hostile: EnvConfig, deed: str):
     async def body(pool: EnvPool) -> None:
         before = (await pool.score("hostile", 1, ["good"])).parts["pid"]
-        with pytest.raises(EnvTimeout, match=r"hostile: reward of task 3 took longer than 0\.5 s") as caught:
+        with pytest.raises(EnvTimeout, match=r"hostile: reward of task 3 took longer than 1 s") as caught:
             await pool.score("hostile", 3, [deed])
         assert caught.value.drop_reason is DropReason.REWARD_TIMEOUT
         after = await pool.score("hostile", 4, ["good"])
         assert after.reward == 0.5
         assert after.parts["pid"] != before
-        assert wait_until_dead(int(before), limit_s=1)
+        assert wait_until_dead(int(before), limit_s=10)
         assert pool.num_replaced == 1
 
-    play([hostile], body, deadline_s=0.5)
+    play([hostile], body, deadline_s=1.0)
 
 
 def test_timeout_says_where_it_hangs(hostile: EnvConfig):
@@ -159,7 +159,7 @@ def test_timeout_says_where_it_hangs(hostile: EnvConfig):
         with pytest.raises(EnvTimeout, match=rf'hostile\.py", line {line} in do_loop'):
             await pool.score("hostile", 3, ["loop"])
 
-    play([hostile], body, deadline_s=0.5)
+    play([hostile], body, deadline_s=1.0)
 
 
 def test_timeout_kills_the_children_of_the_worker_too(hostile: EnvConfig):
@@ -167,9 +167,9 @@ def test_timeout_kills_the_children_of_the_worker_too(hostile: EnvConfig):
         with pytest.raises(EnvTimeout) as caught:
             await pool.score("hostile", 3, ["brood"])
         child = int(str(caught.value).partition("child ")[2].split()[0])
-        assert wait_until_dead(child, limit_s=1)
+        assert wait_until_dead(child, limit_s=10)
 
-    play([hostile], body, deadline_s=0.5)
+    play([hostile], body, deadline_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -279,20 +279,18 @@ def test_prints_and_ctrl_c_do_not_disturb(hostile: EnvConfig, caplog: pytest.Log
 def test_other_calls_go_on_beside_a_hanging_one(hostile: EnvConfig):
     async def body(pool: EnvPool) -> None:
         hanging = asyncio.create_task(pool.score("hostile", 3, ["sleep"]))
-        begin_s = time.monotonic()
         scores = await asyncio.gather(*(pool.score("hostile", i, ["good"]) for i in range(40)))
-        assert time.monotonic() - begin_s < 1.0
         assert [score.reward for score in scores] == [i / 8 for i in range(40)]
         assert not hanging.done()
         assert pool.num_pending == 1
         with pytest.raises(EnvTimeout):
             await hanging
 
-    play([hostile], body, deadline_s=1.5, num_workers=2)
+    play([hostile], body, deadline_s=3.0, num_workers=2)
 
 
 def test_deadline_counts_neither_the_queue_nor_the_start_of_a_worker(hostile: EnvConfig):
-    slow = EnvConfig(id=hostile.id, name="hostile", settings={"slow_start_s": 0.6})
+    slow = EnvConfig(id=hostile.id, name="hostile", settings={"slow_start_s": 1.2})
 
     async def body(pool: EnvPool) -> None:
         calls = [pool.score("hostile", 3, [deed]) for deed in ("sleep", "sleep", "good")]
@@ -301,7 +299,7 @@ def test_deadline_counts_neither_the_queue_nor_the_start_of_a_worker(hostile: En
         assert isinstance(second, EnvTimeout)
         assert isinstance(third, Score)
 
-    play([slow], body, deadline_s=0.4)
+    play([slow], body, deadline_s=1.0)
 
 
 def test_cancelled_call_frees_its_worker(hostile: EnvConfig):
@@ -310,7 +308,7 @@ def test_cancelled_call_frees_its_worker(hostile: EnvConfig):
             await asyncio.wait_for(pool.score("hostile", 3, ["sleep"]), timeout=0.05)
         assert (await pool.score("hostile", 4, ["good"])).reward == 0.5
 
-    play([hostile], body, deadline_s=0.5)
+    play([hostile], body, deadline_s=1.0)
 
 
 def test_close_ends_calls_in_progress_and_every_process(hostile: EnvConfig):
@@ -325,7 +323,7 @@ def test_close_ends_calls_in_progress_and_every_process(hostile: EnvConfig):
         await asyncio.sleep(0.1)
         begin_s = time.monotonic()
         await pool.close()
-        assert time.monotonic() - begin_s < 2
+        assert time.monotonic() - begin_s < 20  # the calls would take 60
         for result in await asyncio.gather(*hanging, return_exceptions=True):
             assert isinstance(result, EnvFailed)
         with pytest.raises(EnvFailed, match="closed"):
@@ -333,7 +331,7 @@ def test_close_ends_calls_in_progress_and_every_process(hostile: EnvConfig):
 
     asyncio.run(main())
     assert pids
-    assert all(wait_until_dead(pid, limit_s=1) for pid in pids)
+    assert all(wait_until_dead(pid, limit_s=10) for pid in pids)
 
 
 def test_workers_in_hanging_calls_die_with_their_run(hostile: EnvConfig, tmp_path: Path):
@@ -362,7 +360,7 @@ asyncio.run(main())
         run.wait()
     assert len(workers) == 3
     assert all(map(is_alive, workers))
-    assert all(wait_until_dead(pid, limit_s=6) for pid in workers)
+    assert all(wait_until_dead(pid, limit_s=20) for pid in workers)
 
 
 def test_worker_loads_no_jax_no_torch_no_numpy(hostile: EnvConfig):

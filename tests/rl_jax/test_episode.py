@@ -150,7 +150,7 @@ def test_rollout_timeout_in_first_and_in_later_turns():
     failures, _ = play(FakeSampler(delay=lambda request: 30), FakePool(), rollout_timeout_s=0.02)
     assert [(f.reason, f.rollout_id) for f in failures] == [(DropReason.ROLLOUT_TIMEOUT, i) for i in (30, 31, 32)]
     slow = FakeSampler(delay=lambda request: 30.0 * (request.request_id == "train.31.1"))
-    outcomes, _ = play(slow, FakePool(replies=("x",)), max_turns=2, rollout_timeout_s=0.1)
+    outcomes, _ = play(slow, FakePool(replies=("x",)), max_turns=2, rollout_timeout_s=1.0)
     assert [getattr(outcome, "reason", None) for outcome in outcomes] == [None, DropReason.ROLLOUT_TIMEOUT, None]
 
 

@@ -153,14 +153,14 @@ def test_message_arrives_bit_by_bit_between_beats() -> None:
     before_s = receiver.heard_s
     assert _becomes_true(lambda: receiver.heard_s > before_s)  # beats go on
     sender.close()
-    assert ended.wait(10)
+    assert ended.wait(30)
     receiver.close()
     with pytest.raises(Closed):
         receiver.send(Message(kind="late"))
 
 
 def _becomes_true(condition: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 30
     while not condition() and time.monotonic() < end_s:
         time.sleep(0.01)
     return condition()
@@ -190,14 +190,17 @@ def hello(hosts: HostsConfig, **values: object) -> Hello:
 
 
 def meet(
-    hellos: list[Callable[[HostsConfig], Hello]], ids: list[int] | None = None, num_processes: int = 3
+    hellos: list[Callable[[HostsConfig], Hello]],
+    ids: list[int] | None = None,
+    num_processes: int = 3,
+    start_timeout_s: float = 30.0,
 ) -> list[Meeting | ConfigError]:
     """Let process 0 and the others meet, in threads of this process; return what came of it for each."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
 
     def one(process: int, say: Callable[[HostsConfig], Hello]) -> Meeting | ConfigError:
-        hosts = table(process, num_processes, coordinator=address, start_timeout_s=0.5)
+        hosts = table(process, num_processes, coordinator=address, start_timeout_s=start_timeout_s)
         try:
             return (call if process else host)(hosts, say(hosts))
         except ConfigError as error:
@@ -257,7 +260,7 @@ def test_two_with_one_number_are_refused() -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    end, other = meet([hello, hello])
+    end, other = meet([hello, hello], start_timeout_s=3.0)
     assert isinstance(end, ConfigError) and isinstance(other, ConfigError)
     assert "process 2 of 3 did not call 127.0.0.1:" in str(end)
     assert str(end) == str(other)

@@ -382,7 +382,7 @@ def test_lost_completion_does_not_stall_the_run(tmp_path):
     sampler = FakeSampler(delay=lambda request: 60.0 * (request.request_id == "train.3.0"))
 
     async def body():
-        player = make_player(sampler, FakePool(spread), rollout_timeout_s=0.5)
+        player = make_player(sampler, FakePool(spread), rollout_timeout_s=2.0)
         shipper = make_shipper(make_config(), player, tmp_path / FILE)
         batches = await train(shipper, 0, 3)
         await shipper.close()
@@ -432,19 +432,25 @@ def test_prompts_that_are_too_long_are_counted_and_skipped(tmp_path):
         run(tmp_path, FakeSampler(), pool, 3, make_config(max_fruitless_tasks=7))
 
 
+async def num_asked(sampler, least):
+    """Wait until the sampler was asked for `least` groups; return for how many it was asked soon after."""
+    async with asyncio.timeout(60):
+        while len(sampler.calls) < least:
+            await asyncio.sleep(0.005)
+    await asyncio.sleep(0.05)
+    return len(sampler.calls)
+
+
 def test_slow_trainer_closes_admission(tmp_path):
     async def body():
         sampler = FakeSampler()
         shipper = make_shipper(make_config(max_staleness=1), make_player(sampler, FakePool(spread)), tmp_path / FILE)
         await shipper.publish(None, 0)
-        await asyncio.sleep(0.05)
-        waiting = len(sampler.calls)  # two batches of three groups can still be trained
+        waiting = await num_asked(sampler, 6)  # two batches of three groups can still be trained
         await shipper.next_batch(0)
-        await asyncio.sleep(0.05)
-        training = len(sampler.calls)  # batch 1 is ready; policy 0 is too old for batch 2
+        training = await num_asked(sampler, 6)  # batch 1 is ready; policy 0 is too old for batch 2
         await shipper.publish(None, 1)
-        await asyncio.sleep(0.05)
-        published = len(sampler.calls)
+        published = await num_asked(sampler, 9)
         await shipper.close()
         return waiting, training, published
 
@@ -765,12 +771,10 @@ def test_synchronous_wave_waits_for_the_trainer_to_ask(tmp_path):
         sampler = FakeSampler()
         shipper = make_shipper(make_config(max_staleness=0), make_player(sampler, FakePool(spread)), tmp_path / FILE)
         await shipper.publish(None, 0)
-        await asyncio.sleep(0.02)
-        before = len(sampler.calls)
+        before = await num_asked(sampler, 0)
         await shipper.next_batch(0)
         await shipper.publish(None, 1)
-        await asyncio.sleep(0.02)
-        after = len(sampler.calls)
+        after = await num_asked(sampler, 1)
         await shipper.close()
         return before, after
 

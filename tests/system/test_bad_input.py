@@ -262,7 +262,7 @@ def env(name: str) -> str:
 def test_failing_rewards_cost_their_rollouts_and_not_the_run(tmp_path: Path) -> None:
     names = ("checksum", "raises", "not_a_number", "text", "hangs", "too_long", "broken")
     envs = f"envs=[{', '.join(map(env, names))}]"
-    ended = run("train", *tiny(tmp_path, envs, "evaluate.envs=[]", "pool.deadline_s=0.4", "canary.num_prompts=14"))
+    ended = run("train", *tiny(tmp_path, envs, "evaluate.envs=[]", "pool.deadline_s=1.5", "canary.num_prompts=14"))
     assert ended.returncode == 0
     folder = folder_in(tmp_path)
     assert run("account", folder).returncode == 0

@@ -43,7 +43,7 @@ NUM_DEVICES = 4
 EXIT_LOST = 3
 GRACE_S = 2.0
 """What docs/hosts.md promises on top of hosts.timeout_s."""
-SLOW_S = 6.0
+SLOW_S = 20.0
 """What a loaded machine may add to a time that is measured from outside."""
 ENDLESS = ("run.steps=100000", "orchestrator.max_staleness=1", "evaluate.envs=[]", "checkpoint.interval_steps=2")
 Processes = list[subprocess.Popen[str]]
@@ -173,7 +173,7 @@ def test_supervised_run_of_two_is_that_of_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_process_that_hangs_is_lost_after_the_time(tmp_path: Path, lost: int) -> None:
-    timeout_s = 3.0
+    timeout_s = 8.0  # no process of a busy machine is silent for so long
     endless = ("sft.steps=1000000", f"hosts.timeout_s={timeout_s}")
     with processes("sft", 2, *sft(tmp_path, *endless)) as group:
         wait_until(lambda: len(steps_of(tmp_path)) > 2, group[0])
@@ -186,7 +186,7 @@ def test_a_process_that_hangs_is_lost_after_the_time(tmp_path: Path, lost: int) 
         assert group[lost].wait(GRACE_S + SLOW_S) == EXIT_LOST
         ended = finish_all(group)
     for i, one in enumerate(ended):
-        told = f"process {i} \\(host .*\\) ends: process {lost} \\(host .*\\) is lost: it has been silent for hosts.timeout_s=3"
+        told = f"process {i} \\(host .*\\) ends: process {lost} \\(host .*\\) is lost: it has been silent for hosts.timeout_s={timeout_s:g}"
         assert re.search(told, one.stderr)
     assert "rl_jax.sft --resume" in ended[1 - lost].stderr
 

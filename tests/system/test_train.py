@@ -193,7 +193,7 @@ def test_ctrl_c_twice_stops_now_and_can_be_resumed(tmp_path: Path) -> None:
         pressed_s = time.monotonic()
         ended = finish(process)
     assert ended.returncode == 130
-    assert time.monotonic() - pressed_s < 10
+    assert time.monotonic() - pressed_s < 30  # the run would take minutes
     assert are_gone(workers)
     assert "stopped at once; continue with" in ended.stdout
     assert "Traceback" not in ended.stdout + ended.stderr
