@@ -4,11 +4,12 @@ Knows no metric by name; rooms name their own. One writer for a run.
 """
 
 import importlib
+import itertools
 import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,8 @@ import tensorboardX
 from rl_jax.config import ConfigError, refuse
 
 METRICS_FILE = "metrics.jsonl"
+MAX_QUEUED_SCALARS = 4096
+"""More than a step has: a writer whose queue is full waits for its thread after every scalar."""
 NO_WANDB = "metrics.wandb=true: the package wandb is not installed; pip install 'rl-jax[wandb]' or set it to false"
 
 
@@ -79,7 +82,9 @@ class MetricsWriter:
         self._events = None
         if config.tensorboard:
             purge_step = None if resumed_step is None else resumed_step + 1
-            self._events = tensorboardX.SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+            self._events = tensorboardX.SummaryWriter(
+                str(folder / "tensorboard"), purge_step=purge_step, max_queue=MAX_QUEUED_SCALARS
+            )
         if self._wandb is not None:
             # The folder's name as id: a resumed run continues its own curves.
             project, name = config.wandb_project, folder.resolve().name
@@ -100,9 +105,9 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log(finite, step=step)
 
-    def rollouts(self, step: int, rollouts: Sequence[RolloutText]) -> None:
-        """Write the first `rollouts_per_step` of them to rollouts/step_000012.txt."""
-        shown = rollouts[: self._config.rollouts_per_step]
+    def rollouts(self, step: int, rollouts: Iterable[RolloutText]) -> None:
+        """Write the first `rollouts_per_step` of them to rollouts/step_000012.txt; the others are never asked for."""
+        shown = list(itertools.islice(rollouts, self._config.rollouts_per_step))
         if not shown:
             return
         file = self._folder / "rollouts" / f"step_{step:06d}.txt"
