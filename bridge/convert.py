@@ -28,14 +28,19 @@ from bridge.to_hf import ToHf, ToHfConversion
 from rl_jax import cli
 from rl_jax.checkpoint import FOLDER, Meta, find_checkpoint, read_meta, versions
 from rl_jax.config import ConfigError, refuse
+from rl_jax.interrupt import sigterm_as_interrupt
 from rl_jax.models.architecture import read_architecture
 from rl_jax.models.fp8_rule import FORMATS
+
+ONLY_TO_HF = ("source", "trust_checkpoint", "tensor_parallel", "max_shard_gb", "host_index", "num_hosts")
+"""Options that --from-hf has no use for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and convert; returns the exit code."""
-    args = _parser()
-    return cli.run_entry(_run, cli.arguments(args, argv))
+    found = cli.arguments(_parser(), argv)
+    with sigterm_as_interrupt():
+        return cli.run_entry(_run, found)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,6 +69,7 @@ def _run(args: argparse.Namespace) -> int:
             None if args.threads >= 1 else f"--threads {args.threads}: must be at least 1",
             None if 0 < args.max_shard_gb < 1e9 else f"--max-shard-gb {args.max_shard_gb}: must be positive and finite",
             None if args.out.resolve().name else f"--out {args.out}: must name a directory to make",
+            *_without_effect(args),
             None if args.tensor_parallel >= 1 else f"--tensor-parallel {args.tensor_parallel}: must be at least 1",
             None
             if 0 <= args.host_index < args.num_hosts
@@ -76,8 +82,17 @@ def _run(args: argparse.Namespace) -> int:
     return _from_hf(args, console) if args.from_hf else _to_hf(args, console)
 
 
+def _without_effect(args: argparse.Namespace) -> list[str]:
+    """Return a fault for each option that was given and says nothing of the way back."""
+    parser = _parser()
+    given = [name for name in ONLY_TO_HF if getattr(args, name) != parser.get_default(name)]
+    names = [f"--{name.replace('_', '-')}" for name in given if args.from_hf]
+    return [f"{name}: has no effect with --from-hf; leave it out" for name in names]
+
+
 def _to_hf(args: argparse.Namespace, console: Console) -> int:
     checkpoint = _found(args.checkpoint)
+    refuse([_inside(args.out.resolve(), checkpoint.resolve())])
     meta = read_meta(checkpoint)
     job = ToHf(
         checkpoint=checkpoint,
@@ -99,7 +114,11 @@ def _to_hf(args: argparse.Namespace, console: Console) -> int:
         checking = progress.add_task("check", total=None)
         task = progress.add_task("convert", total=conversion.prepare())
         progress.remove_task(checking)
-        exported = conversion.run(lambda nbytes: progress.advance(task, nbytes))
+        try:
+            exported = conversion.run(lambda nbytes: progress.advance(task, nbytes))
+        except KeyboardInterrupt:
+            console.print("files that are done are kept: the same command goes on from there", highlight=False)
+            raise
     console.print(kinds_table(job.arch, job.fmt, exported.tally.kinds))
     below = export_lines(exported, job, time.monotonic() - started)
     for line in (*plain_lines(job.arch, job.fmt), *below):
@@ -119,10 +138,19 @@ def _found(path: Path) -> Path:
         raise ConfigError([f"--checkpoint {fault}" for fault in error.faults]) from error
 
 
+def _inside(out: Path, checkpoint: Path) -> str | None:
+    """Return a fault if `out` would lie among the checkpoints, which their run sets aside and removes."""
+    folder = checkpoint.parent if checkpoint.parent.name == FOLDER else checkpoint
+    return f"--out {out}: lies in {folder}; name a directory outside" if out.is_relative_to(folder) else None
+
+
 def _from_hf(args: argparse.Namespace, console: Console) -> int:
     fmt = args.format or "float32"
     if fmt not in DTYPES:
         raise ConfigError([f"--format {fmt}: a checkpoint holds one of {', '.join(DTYPES)}"])
+    if not args.without_tokenizer and not (args.from_hf / "tokenizer.json").is_file():
+        fault = f"--from-hf {args.from_hf}: has no tokenizer.json; give --without-tokenizer for weights alone"
+        raise ConfigError([fault])
     arch = read_architecture(args.from_hf)
     meta = Meta(step=0, architecture=arch, config_hash="", versions=versions(), holds="weights")
     job = FromHf(

@@ -9,19 +9,19 @@ Knows files and checksums, not what is in them.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bridge.manifest import FILE, INDEX_FILE, FileEntry, Manifest, ManifestEntry, index_json
-from bridge.out_folder import aside_of, failed, make_folder, refuse_taken
+from bridge.out_folder import PLAN, appear, aside_of, failed, held, make_folder
 from bridge.shard_writer import ShardPlan, check_tensors, mark_path, read_mark, write_whole
 from rl_jax.config import ConfigError
 from rl_jax.models.fp8_rule import Format
+
+_LONGEST = 80  # characters of a value that are shown
 
 
 class ExportFolder:
@@ -42,41 +42,32 @@ class ExportFolder:
         headers = hashlib.sha256(b"".join(plan.header for plan in plans)).hexdigest()
         self._plan_text = json.dumps({**identity, "headers": headers}, indent=1, sort_keys=True) + "\n"
 
-    def open(self) -> None:
-        """Make the folder aside, or find the one of an earlier attempt or of another host.
+    @contextlib.contextmanager
+    def held(self, host: int) -> Iterator[None]:
+        """Make the folder aside, or find the one of an earlier attempt or of another host; hold the files of `host`.
 
         Raises:
-            ConfigError: the output exists or cannot be made, or another conversion to it has begun.
+            ConfigError: the output exists or cannot be made, another process writes the files of this host, or another
+                conversion to it has begun.
+            OSError: the disk is full.
         """
-        refuse_taken(self.out)
-        plan = self.aside / "plan.json"
+        with held(self.out, host):
+            try:
+                self._begin()
+            except OSError as error:
+                self.discard(())
+                raise failed(self.out, error) from error
+            yield
+
+    def _begin(self) -> None:
+        plan = self.aside / PLAN
         if plan.is_file() and plan.read_text() != self._plan_text:
             differences = _differences(json.loads(plan.read_text()), json.loads(self._plan_text))
             fault = f"{self.aside}: another conversion to this directory was begun ({differences})"
             raise ConfigError([f"{fault}; repeat its command to finish it, or remove it"])
+        write_whole(plan, self._plan_text.encode())
         make_folder(self.out, self.model)
         make_folder(self.out, self.marks)
-        write_whole(plan, self._plan_text.encode())
-
-    @contextlib.contextmanager
-    def held(self, host: int) -> Iterator[None]:
-        """Hold the lock of a host; it falls with the process.
-
-        Raises:
-            ConfigError: another process writes the files of this host.
-            OSError: the disk is full.
-        """
-        try:
-            lock = (self.aside / f"host-{host}.lock").open("w")
-        except OSError as error:
-            raise failed(self.out, error) from error
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                fault = f"{self.aside}: another process converts as host {host}; wait for it, or end it"
-                raise ConfigError([fault]) from error
-            yield
 
     def unfinished(self, plans: Sequence[ShardPlan]) -> list[ShardPlan]:
         """Return the plans whose files are not done; files of an earlier attempt are read and their checksums compared."""
@@ -94,13 +85,27 @@ class ExportFolder:
 
     def missing(self) -> list[str]:
         """Return the files that no host has finished yet."""
+        if self._is_made:
+            return []
         return [p.file for p in self._plans if read_mark(self.model, self.marks, p) is None]
 
     def commit(self, fmt: Format, step: int, config: Mapping[str, object], copies: Sequence[Path]) -> None:
         """Add config, index, manifest and copies of files, and make the directory appear.
 
-        Every host may call it once nothing is missing; the second one finds the work done.
+        Every host may call it once nothing is missing; the second one finds the work done, or being done.
         """
+        try:
+            self._commit(fmt, step, config, copies)
+        except FileNotFoundError:
+            if not self._is_made:
+                raise
+
+    @property
+    def _is_made(self) -> bool:
+        """Whether another host has made the directory."""
+        return not self.model.exists() and self.out.is_dir()
+
+    def _commit(self, fmt: Format, step: int, config: Mapping[str, object], copies: Sequence[Path]) -> None:
         files = {plan.file: [tensor.name for tensor in plan.tensors] for plan in self._plans}
         total_bytes = sum(tensor.nbytes for plan in self._plans for tensor in plan.tensors)
         contents = {path.name: path.read_bytes() for path in copies} | {
@@ -116,34 +121,25 @@ class ExportFolder:
         )
         for name, content in {**contents, FILE: manifest.to_json().encode()}.items():
             write_whole(self.model / name, content)
-        self._appear()
+        appear(self.model, self.out)
 
     def _tensor_entries(self, plan: ShardPlan) -> list[ManifestEntry]:
         sums = read_mark(self.model, self.marks, plan)
-        assert sums, f"{plan.file} is not done"
+        if sums is None:
+            raise FileNotFoundError(f"{plan.file}: was done, and is gone")
         return [
             ManifestEntry(name=t.name, dtype=t.dtype, shape=t.shape, file=plan.file, checksum=sums[t.name])
             for t in plan.tensors
         ]
 
-    def _appear(self) -> None:
-        try:
-            self.model.rename(self.out)
-        except FileNotFoundError:
-            if not self.out.is_dir():  # else another host was first
-                raise
-        parent = os.open(self.out.parent, os.O_RDONLY)
-        os.fsync(parent)
-        os.close(parent)
-        shutil.rmtree(self.aside, ignore_errors=True)
-
     def discard(self, plans: Sequence[ShardPlan]) -> None:
-        """Remove what this host wrote, and the folder if nothing of other hosts is in it."""
+        """Remove what this host wrote, and the folder if no tensors of other hosts are in it."""
         for plan in plans:
             mark_path(self.marks, plan).unlink(missing_ok=True)
             (self.model / plan.file).unlink(missing_ok=True)
             (self.model / f"{plan.file}.part").unlink(missing_ok=True)
-        if not self.model.is_dir() or not any(self.model.iterdir()):
+        left = self.model.iterdir() if self.model.is_dir() else ()
+        if not any(path.name.endswith((".safetensors", ".part")) for path in left):
             shutil.rmtree(self.aside, ignore_errors=True)
 
 
@@ -156,5 +152,8 @@ def _entry(name: str, content: bytes) -> FileEntry:
 
 
 def _differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    keys = [key for key in {**found, **wanted} if found.get(key) != wanted.get(key)]
-    return ", ".join(f"{key}: {found.get(key)} instead of {wanted.get(key)}" for key in keys)
+    """Say what was begun instead: another direction, or the same one with other values."""
+    if found.keys() != wanted.keys():
+        return ", ".join(f"{key}: {str(value)[:_LONGEST]}" for key, value in [*found.items()][:2])
+    keys = [key for key in wanted if found[key] != wanted[key]]
+    return ", ".join(f"{key}: {str(found[key])[:_LONGEST]} instead of {str(wanted[key])[:_LONGEST]}" for key in keys)

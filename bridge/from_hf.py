@@ -14,17 +14,20 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from bridge.host_tensors import unstored
+from bridge.host_tensors import is_finite, unstored
 from bridge.names import can_be_cut, cut, hf_slices
 from bridge.orbax_writer import Box, WeightWriter, piece_rows
-from bridge.out_folder import aside_of, failed, make_folder, refuse_full, refuse_taken
-from bridge.safetensors_reader import TensorFiles
+from bridge.out_folder import PLAN, appear, aside_of, failed, held, refuse_full
+from bridge.safetensors_reader import QUANTISED, TensorFiles
+from bridge.shard_writer import write_whole
 from bridge.sources import SOURCE_FOLDER, carried_files, read_config
 from rl_jax.checksums import write_checksums
 from rl_jax.config import ConfigError
 from rl_jax.models.architecture import Architecture
 from rl_jax.models.schema import Param, flat_table, num_params
 
+_MADE = "made"
+"""Part of the folder aside that becomes the directory."""
 DTYPES = {"float32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -77,30 +80,38 @@ class Stored:
 
 
 def convert_from_hf(job: FromHf, on_bytes: Callable[[int], None]) -> Stored:
-    """Write the checkpoint; the directory appears whole or not at all.
+    """Write the checkpoint; the directory appears whole or not at all. What a killed attempt left is removed first.
 
     Raises:
-        ConfigError: the output exists or cannot be made, the disk is too full, or a file was cut while it was read.
+        ConfigError: the output exists or cannot be made, another process makes it, the disk is too full, a weight is not
+            finite, or a file was cut while it was read.
         OSError: the disk is full.
     """
     out = job.out.resolve()
-    refuse_taken(out)
     aside = aside_of(out)
-    if (aside / "plan.json").exists():
-        raise ConfigError([f"{aside}: another conversion to this directory was begun; finish it, or remove it"])
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        make_folder(out, aside)
-        refuse_full(out, aside, num_params(job.arch) * job.dtype.itemsize)
-        stored = _write(job, aside, on_bytes)
-        aside.rename(out)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise failed(out, error) from error
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+    with held(out):
+        _refuse_other(aside)
+        made = aside / _MADE
+        shutil.rmtree(made, ignore_errors=True)
+        try:
+            write_whole(aside / PLAN, json.dumps({"from_hf": str(job.source)}).encode())
+            refuse_full(out, aside, num_params(job.arch) * job.dtype.itemsize)
+            stored = _write(job, made, on_bytes)
+            appear(made, out)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise failed(out, error) from error
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
     return stored
+
+
+def _refuse_other(aside: Path) -> None:
+    """Refuse a folder aside that holds what a conversion in the other direction can go on from."""
+    plan = aside / PLAN
+    if plan.is_file() and "from_hf" not in json.loads(plan.read_text()):
+        raise ConfigError([f"{aside}: another conversion to this directory was begun; finish it, or remove it"])
 
 
 def source_bytes(files: TensorFiles, arch: Architecture) -> int:
@@ -109,10 +120,10 @@ def source_bytes(files: TensorFiles, arch: Architecture) -> int:
     return sum(files.tensors[name].nbytes for name in names)
 
 
-def _write(job: FromHf, aside: Path, on_bytes: Callable[[int], None]) -> Stored:
+def _write(job: FromHf, made: Path, on_bytes: Callable[[int], None]) -> Stored:
     table = flat_table(job.arch)
     stored, names, rounded = Stored(), set[str](), set[str]()
-    with WeightWriter(aside / job.checkpoint / "params", table, dict.fromkeys(table, job.dtype)) as writer:
+    with WeightWriter(made / job.checkpoint / "params", table, dict.fromkeys(table, job.dtype)) as writer:
         for piece, (values, is_exact) in _pieces(job, table):
             writer.write(piece.key, piece.box, values)
             names.add(piece.name)
@@ -122,14 +133,14 @@ def _write(job: FromHf, aside: Path, on_bytes: Callable[[int], None]) -> Stored:
             stored.written_bytes += values.nbytes
             on_bytes(read_bytes)
     stored.tensors, stored.rounded = len(names), len(rounded)
-    (aside / job.checkpoint / "meta").mkdir()
-    (aside / job.checkpoint / "meta" / "metadata").write_text(job.meta)
-    write_checksums(aside / job.checkpoint)
-    (aside / SOURCE_FOLDER).mkdir()
-    (aside / SOURCE_FOLDER / "config.json").write_text(json.dumps(read_config(job.source), indent=1) + "\n")
-    (aside / "tokenizer").mkdir()
+    (made / job.checkpoint / "meta").mkdir()
+    (made / job.checkpoint / "meta" / "metadata").write_text(job.meta)
+    write_checksums(made / job.checkpoint)
+    (made / SOURCE_FOLDER).mkdir()
+    (made / SOURCE_FOLDER / "config.json").write_text(json.dumps(read_config(job.source), indent=1) + "\n")
+    (made / "tokenizer").mkdir()
     for path in carried_files(job.source):
-        shutil.copyfile(path, aside / "tokenizer" / path.name)
+        shutil.copyfile(path, made / "tokenizer" / path.name)
     return stored
 
 
@@ -149,7 +160,7 @@ def _pieces(job: FromHf, table: dict[str, Param]) -> Iterator[tuple[Piece, tuple
 def _cut_up(job: FromHf, key: str, param: Param) -> Iterator[Piece]:
     for index, name in hf_slices(param):
         step = piece_rows(param, job.dtype.itemsize)
-        if job.files.tensors[name].dtype == "F8_E4M3" or not can_be_cut(param) or step >= param.sizes[0]:
+        if job.files.tensors[name].dtype == QUANTISED or not can_be_cut(param) or step >= param.sizes[0]:
             yield Piece(key, index, name)
             continue
         for start in range(0, param.sizes[0], step):
@@ -160,5 +171,13 @@ def _cut_up(job: FromHf, key: str, param: Param) -> Iterator[Piece]:
 def _read(job: FromHf, param: Param, piece: Piece) -> tuple[np.ndarray, bool]:
     value = job.files.read(piece.name, piece.rows)
     cast = value.astype(job.dtype)
+    if not is_finite(cast):
+        raise ConfigError([f"{job.files.tensors[piece.name].file}: {piece.name}: {_why_not_finite(value)}"])
     is_exact = cast.dtype.itemsize >= value.dtype.itemsize or bool((cast.astype(value.dtype) == value).all())
     return unstored(param if piece.rows is None else cut(param, len(value)), cast), is_exact
+
+
+def _why_not_finite(value: np.ndarray) -> str:
+    if np.isfinite(value).all():
+        return "holds values beyond bfloat16; use --format float32"
+    return "holds NaN or infinity; fetch the model again, or use another"

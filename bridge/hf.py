@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+from bridge.host_tensors import is_finite
 from bridge.names import from_hf, hf_shapes, hf_slices, to_hf
 from bridge.safetensors_reader import TensorFiles
 from bridge.sources import carried_files
@@ -31,7 +32,7 @@ def load_params(directory: str | Path, arch: Architecture, mesh: Mesh) -> Params
     Each device's shard reads only the tensors of its own layers and experts. FP8 is dequantised.
 
     Raises:
-        ConfigError: with every missing, extra or mis-shaped tensor.
+        ConfigError: with every missing, extra or mis-shaped tensor; or the first one with a weight that is not finite.
     """
     files = check_tensors(directory, arch)
     table = flat_table(arch)
@@ -115,6 +116,19 @@ def _listed(directory: str | Path, what: str, names: list[str]) -> list[str]:
     return [*shown, f"{directory}: and {more} more of this kind"] if more > 0 else shown
 
 
+def _finite(files: TensorFiles, name: str) -> np.ndarray:
+    """Read a weight in float32.
+
+    Raises:
+        ConfigError: it holds NaN or infinity.
+    """
+    value = files.read(name).astype(np.float32)
+    if not is_finite(value):
+        where = f"{files.tensors[name].file}: {name}"
+        raise ConfigError([f"{where}: holds NaN or infinity; fetch the model again, or use another"])
+    return value
+
+
 def _reader(param: Param, files: TensorFiles) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
     """Return the callback that reads one device's slice of a parameter."""
     letters = param.axes.split()
@@ -125,7 +139,7 @@ def _reader(param: Param, files: TensorFiles) -> Callable[[tuple[slice, ...] | N
         inner = tuple(part for dim, part in enumerate(index) if dim not in stacked)
         ranges = [range(*index[dim].indices(param.sizes[dim])) for dim in stacked]
         pieces = [
-            from_hf(param, files.read(name)).astype(np.float32)[inner]
+            from_hf(param, _finite(files, name))[inner]
             for position, name in hf_slices(param)
             if all(at in wanted for at, wanted in zip(position, ranges, strict=True))
         ]

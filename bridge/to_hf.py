@@ -90,11 +90,6 @@ class ToHfConversion:
             ConfigError: the output exists or cannot be made, or another process holds it.
             OSError: the disk is full.
         """
-        try:
-            self._folder.open()
-        except OSError as error:
-            self._folder.discard(())
-            raise failed(self._job.out, error) from error
         with self._folder.held(self._job.host):
             yield
 

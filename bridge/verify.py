@@ -6,12 +6,9 @@ should be; 1: it is not; 2: the command cannot be carried out; 130: stopped.
 """
 
 import argparse
-import contextlib
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 
 import jax
 from rich.console import Console
@@ -24,6 +21,7 @@ from bridge.verify_vllm import Fleet, check_in_vllm, fleet_fault
 from rl_jax import cli
 from rl_jax.checkpoint import find_checkpoint, read_meta
 from rl_jax.config import ConfigError, refuse
+from rl_jax.interrupt import sigterm_as_interrupt
 from rl_jax.rollout import leash
 
 CHECKS = (
@@ -49,26 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.add_argument("--scratch", type=Path, metavar="DIR", help="place of the twin (default: beside the directory)")
     args.add_argument("--no-vllm", action="store_true", help="leave out the steps that load the model in vLLM")
     found = cli.arguments(args, argv)
-    with _ended_alike():
+    with sigterm_as_interrupt():
         return cli.run_entry(_run, found)
-
-
-@contextlib.contextmanager
-def _ended_alike() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does: what the checks have started ends, what they have written goes.
-
-    SIGINT too: a shell lets programs that it starts in the background ignore it.
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -7,20 +7,22 @@ exactly dequantised twin: the same values as plain float32 tensors. What FP8 cos
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.numpy import save_file
+import numpy as np
 
 from bridge.out_folder import shown_bytes
-from bridge.safetensors_reader import TensorFiles
+from bridge.safetensors_reader import QUANTISED, TensorFiles
+from bridge.shard_writer import layout
 from bridge.verify_files import EXPORT_AGAIN, Finding, Folder
 from rl_jax.config import ConfigError
 
@@ -38,7 +40,9 @@ ENVIRONMENT = {
 """What an engine inside one process of the fleet's Python needs, beside the variables of this process."""
 _NOT_FOR_VLLM = ("JAX_PLATFORMS", "XLA_FLAGS")
 _LAST_CHARS = 3000
+_PIECE_BYTES = 16 << 20  # of a tensor that is copied
 _PREFIX = ".verify-"
+_ELSEWHERE = "name a directory with room by --scratch, or leave these steps out by --no-vllm"
 _INSTEAD = "`make fleet` builds .venv-fleet/bin/python, --no-vllm leaves these steps out"
 
 
@@ -75,14 +79,21 @@ def check_in_vllm(folder: Folder, fleet: Fleet, place: Path) -> Iterator[Finding
         ConfigError: `place` cannot hold the twin, or vLLM does not run in the fleet environment.
     """
     is_quantised = folder.format in ("fp8-block", "fp8-channel")
+    unreadable = _unreadable(folder) if is_quantised else None
     with scratch_folder(place, _twin_bytes(folder) if is_quantised else 0) as scratch:
-        twin = scratch / "twin" if is_quantised else None
+        twin = scratch / "twin" if is_quantised and unreadable is None else None
         if twin is not None:
-            write_twin(folder, twin)
+            try:
+                write_twin(folder, twin)
+            except OSError as error:
+                why = f"the twin cannot be written ({error.strerror or error})"
+                raise ConfigError([f"--scratch {place}: {why}; {_ELSEWHERE}"]) from error
         answer = ask_fleet(fleet, folder.path, twin, scratch)
     if answer["load_fault"]:
         yield Finding("strict load", str(folder.path), "vLLM writes every element", answer["load_fault"], EXPORT_AGAIN)
-    elif twin is not None and not answer["max_difference"] <= TOLERANCE:
+    if unreadable is not None:
+        yield Finding("parity", "prompt log-probabilities", "those of the twin", f"no twin: {unreadable}", EXPORT_AGAIN)
+    elif twin is not None and not answer["load_fault"] and not answer["max_difference"] <= TOLERANCE:
         got = f"{answer['max_difference']:.2e} at token {answer['worst_token']} of prompt {answer['worst_prompt']}"
         remedy = f"{EXPORT_AGAIN}; a scale or a matrix is not where vLLM looks for it"
         yield Finding("parity", "prompt log-probabilities", f"at most {TOLERANCE} from the twin", got, remedy)
@@ -95,18 +106,17 @@ def scratch_folder(place: Path, needed_bytes: int) -> Iterator[Path]:
     Raises:
         ConfigError: `place` cannot be written, or has too little room.
     """
-    instead = "name a directory with room by --scratch, or leave these steps out by --no-vllm"
     try:
         _remove_abandoned(place)
         holder = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place)
         free_bytes = shutil.disk_usage(place).free
     except OSError as error:
-        raise ConfigError([f"--scratch {place}: cannot be written ({error.strerror}); {instead}"]) from error
+        raise ConfigError([f"--scratch {place}: cannot be written ({error.strerror}); {_ELSEWHERE}"]) from error
     with holder as name, (Path(name) / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if needed_bytes > free_bytes:
             amounts = f"{shown_bytes(needed_bytes)} are needed for the twin and {shown_bytes(free_bytes)} are free"
-            raise ConfigError([f"--scratch {place}: {amounts}; {instead}"])
+            raise ConfigError([f"--scratch {place}: {amounts}; {_ELSEWHERE}"])
         yield Path(name)
 
 
@@ -116,6 +126,12 @@ def _remove_abandoned(place: Path) -> None:
         with contextlib.suppress(OSError), lock_file.open("w") as lock:  # held, or gone meanwhile
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock_file.parent)
+
+
+def _unreadable(folder: Folder) -> str | None:
+    """Return why a tensor cannot be dequantised; other checks have found it."""
+    files = TensorFiles(folder.path)
+    return next((fault for name in files.weights() if (fault := files.fault(name))), None)
 
 
 def _twin_bytes(folder: Folder) -> int:
@@ -171,16 +187,30 @@ def _run_leashed(leash: Path, command: list[str], log: Path) -> str:
 
 
 def write_twin(folder: Folder, twin: Path) -> None:
-    """Write the directory's values as plain tensors: what is quantised becomes float32 code * scale."""
+    """Write the directory's values as plain tensors, one at a time: what is quantised becomes float32 code * scale."""
     twin.mkdir(parents=True)
     files = TensorFiles(folder.path)
     by_file: dict[str, list[str]] = {}
     for name in files.weights():
         by_file.setdefault(files.tensors[name].file.name, []).append(name)
     for file, names in by_file.items():
-        save_file({name: files.read(name) for name in names}, twin / file, metadata={"format": "pt"})
+        _write_plain(files, sorted(names, key=lambda name: -files.plain_itemsize(name)), twin / file)
     config = {k: v for k, v in folder.config.items() if k != "quantization_config"}
     (twin / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     for path in folder.path.iterdir():
         if path.is_file() and path.suffix not in (".safetensors", ".json"):
             shutil.copy(path, twin / path.name)
+
+
+def _write_plain(files: TensorFiles, names: Sequence[str], path: Path) -> None:
+    """Write tensors into one file, as they are or dequantised; wide elements first."""
+    rows = []
+    for name in names:
+        stored = files.tensors[name]
+        dtype = "F32" if stored.dtype == QUANTISED else stored.dtype
+        rows.append((name, dtype, stored.shape, math.prod(stored.shape) * files.plain_itemsize(name)))
+    with path.open("wb") as out:
+        out.write(layout(rows)[0])
+        for name in names:
+            for piece in files.pieces(name, _PIECE_BYTES):
+                out.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)

@@ -1,14 +1,34 @@
 """Ctrl-C: once asks the run to stop where nothing is lost and exit 0; twice stops it now, resumable."""
 
+import contextlib
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 from rl_jax.progress import Dashboard
 
 AGAIN_S = 0.05
 """After this time an interrupt is raised again that was lost."""
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, for commands that end by an exception: what they have started ends, and so on.
+
+    SIGINT too: a shell lets programs that it starts in the background ignore it.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Interrupt:

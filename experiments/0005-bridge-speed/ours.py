@@ -5,6 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
+from bridge.allocator import keep_freed_memory
 from bridge.sources import find_source
 from bridge.to_hf import ToHf, ToHfConversion
 from experiments.worker import serve
@@ -49,4 +50,5 @@ def copy(source: str, out: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as bridge.convert does
     serve({"convert": convert, "copy": copy})

@@ -163,7 +163,10 @@ class ServerClient:
     async def gauges(self) -> Gauges:
         """Return the server's own numbers."""
         text = await self.get("/metrics")
-        return read_gauges(text if isinstance(text, str) else "")
+        try:
+            return read_gauges(text if isinstance(text, str) else "")
+        except (ValueError, OverflowError) as error:
+            raise BadReply(f"{self.url}/metrics: {error}") from error
 
     # ---- transport
 
@@ -196,7 +199,7 @@ class ServerClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, where, json=body, params=params, timeout=timeout) as response:
-                text = await response.text()
+                text = (await response.read()).decode(errors="replace")
         except TimeoutError as error:
             raise ServerSilent(f"{where}: no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

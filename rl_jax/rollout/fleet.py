@@ -225,7 +225,7 @@ class VllmFleet:
         assert replica.client is not None, "it is live"
         try:
             gauges = await replica.client.gauges()
-        except (ServerLost, ServerFailed) as error:
+        except (ServerLost, ServerFailed, BadReply) as error:
             logger.info("%s: no metrics: %s", replica.name, error)  # whether it is lost, its keeper finds out
             return None
         self._tally.see_preemptions(replica.name, replica.num_syncs, gauges.num_preemptions)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
 from rl_jax.config import refuse
 from rl_jax.rollout.server import ServerConfig
@@ -63,7 +64,7 @@ class FleetConfig:
                 *(
                     f"urls={url!r}: expected http://host:port without a path"
                     for url in self.urls
-                    if not url.startswith(("http://", "https://")) or url.count("/") != 2
+                    if not _is_address(url)
                 ),
                 None if len(set(self.urls)) == len(self.urls) else f"urls={list(self.urls)}: names a server twice",
                 f"dtype='float32': format={self.format!r} is computed in bfloat16; use auto"
@@ -81,3 +82,13 @@ class FleetConfig:
         if self.dtype != "auto":
             return self.dtype
         return "float32" if self.format == "float32" else "bfloat16"
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_port = parts.port is None or parts.port > 0
+    except ValueError:  # a port that is no number, or none of those that there are
+        return False
+    is_bare = url.count("/") == 2 and not parts.query and not parts.fragment
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and has_port and is_bare

@@ -169,10 +169,13 @@ class ServerProcess:
 
     def tail(self) -> str:
         """Return the last words of its log since the last start."""
-        with self.log.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, size - TAIL_CHARS))
-            return log.read().decode(errors="replace").strip()
+        try:
+            with self.log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, size - TAIL_CHARS))
+                return log.read().decode(errors="replace").strip()
+        except OSError as error:
+            return f"it cannot be read ({error.strerror})"
 
     def kill(self) -> None:
         """Kill the whole group at once, and do not wait for it."""

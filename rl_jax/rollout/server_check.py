@@ -37,6 +37,8 @@ async def check_servers(config: FleetConfig) -> None:
             faults += result.faults
         elif isinstance(result, ServerLost):
             faults.append(f"sampler.urls: {result}; start the server first ({FLAGS})")
+        elif isinstance(result, ServerFailed | BadReply):
+            faults.append(f"sampler.urls: {result}; is it a vLLM server?")
         elif result is not None:
             raise result
     refuse(faults)

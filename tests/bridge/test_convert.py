@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -21,7 +22,11 @@ from safetensors import safe_open
 
 from bridge import hf, orbax_reader, orbax_writer, stream, verify_source
 from bridge.export import export_arrays, export_config, export_table
+from bridge.export_folder import ExportFolder
 from bridge.manifest import read_manifest
+from bridge.shard_writer import plan_shards
+from bridge.sources import find_source
+from bridge.to_hf import ToHf, ToHfConversion
 from bridge.verify_files import open_folder
 from rl_jax import checkpoint
 from rl_jax.checksums import stated_checksums
@@ -211,6 +216,60 @@ def test_a_killed_conversion_goes_on_where_it_was(tmp_path: Path, capfd: pytest.
     for path in (tmp_path / "whole").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
     assert not (tmp_path / ".out.converting").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_conversion_keeps_its_files_and_a_way_back_nothing(number: signal.Signals, tmp_path: Path, capfd):
+    arch = dataclasses.replace(MOE, width=256, num_layers=4, expert_width=256, num_experts=8)
+    write_checkpoint(tmp_path / "run", arch, draw_params(arch))
+    there = ["--checkpoint", tmp_path / "run", "--out", tmp_path / "hf", "--max-shard-gb", "0.0005", "--threads", "1"]
+    marks = tmp_path / ".hf.converting" / "done"
+    printed = stopped(number, there, lambda: len(list(marks.glob("*.json"))) >= 2)
+    assert "files that are done are kept: the same command goes on from there" in printed
+    assert printed[-1] == "stopped"
+    assert run(*there) == 0
+    assert "resumed " in capfd.readouterr().out
+    back = ["--from-hf", tmp_path / "hf", "--out", tmp_path / "back", "--threads", "1"]
+    assert stopped(number, back, (tmp_path / ".back.converting" / "made").exists)[-1] == "stopped"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
+
+
+def stopped(number: signal.Signals, args: list[object], is_under_way: Callable[[], bool]) -> list[str]:
+    """Stop a conversion of its own process once it is under way; return what it printed."""
+    command = [sys.executable, "-m", "bridge.convert", *map(str, args)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while process.poll() is None and not is_under_way():
+        time.sleep(0.002)
+    process.send_signal(number)
+    printed = process.communicate()[0]
+    assert process.returncode == 130, "it was done before it could be stopped; make the checkpoint larger"
+    return printed.splitlines()
+
+
+def test_hosts_that_finish_together_find_the_work_done(runs, tmp_path: Path):
+    checkpoint_folder = checkpoint.find_checkpoint(runs[MOE])
+    meta = checkpoint.read_meta(checkpoint_folder)
+    job = ToHf(
+        checkpoint=checkpoint_folder,
+        arch=meta.architecture,
+        step=meta.step,
+        source=find_source(checkpoint_folder, None, False),
+        out=tmp_path / "out",
+        fmt="fp8-block",
+        max_shard_bytes=100_000,
+        threads=1,
+        num_hosts=2,
+    )
+    folder = ExportFolder(job.out, plan_shards(export_table(job.arch, job.fmt), job.max_shard_bytes), {})
+    first, second = ToHfConversion(job), ToHfConversion(dataclasses.replace(job, host=1))
+    with first.held(), second.held():
+        first.prepare()
+        second.prepare()
+        assert first.run(lambda _: None).missing
+        assert not second.run(lambda _: None).missing
+        assert folder.missing() == []
+        folder.commit("fp8-block", 7, {}, ())  # between its look and its turn the other one was faster
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_checkpoint_from_hf_has_checksums(runs, tmp_path: Path):

@@ -3,33 +3,19 @@
 import fcntl
 import json
 import re
-import resource
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conversions import ONE_MB, bf16_directory, run
+from conversions import ONE_MB, bf16_directory, full_disk, run
+from exports import edit, set_first, with_value
 from references import DENSE, MOE, draw_params, write_checkpoint
 
 from bridge.out_folder import shown_bytes
 from rl_jax.checksums import write_checksums
 from rl_jax.models.architecture import to_hf_config
-
-
-@contextmanager
-def files_limited_to(num_bytes: int) -> Iterator[None]:
-    """Every write beyond this size fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_another_conversion_to_the_same_place_is_refused(runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -54,6 +40,40 @@ def test_a_second_process_touches_nothing_of_the_first(
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
 
 
+def test_a_second_process_touches_nothing_of_the_first_on_the_way_back(runs, tmp_path: Path, capfd):
+    """The first one is written by hand: between its begin and its end nobody else may come."""
+    hf = bf16_directory(runs, tmp_path)
+    aside = tmp_path / ".out.converting"
+    (aside / "made").mkdir(parents=True)
+    (aside / "made" / "weights").write_text("of the first")
+    with (aside / "host-0.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for way, source in (("--from-hf", hf), ("--checkpoint", runs[MOE])):
+            assert run(way, source, "--out", tmp_path / "out") == 2
+            assert "another process converts as host 0; wait for it" in " ".join(capfd.readouterr().err.split())
+    assert sorted(path.name for path in aside.rglob("*")) == ["host-0.lock", "made", "weights"]
+    assert run("--from-hf", hf, "--out", tmp_path / "out") == 0  # the first was killed: its lock fell
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoints", "source", "tokenizer"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
+def test_what_a_kill_left_is_not_mixed_with_the_other_direction(runs, tmp_path: Path, capfd):
+    hf = bf16_directory(runs, tmp_path)
+    first_half = ("--checkpoint", runs[MOE], "--out", tmp_path / "one", *ONE_MB, "--num-hosts", 2)
+    assert run(*first_half) == 0
+    before = sorted((tmp_path / ".one.converting").rglob("*"))
+    assert run("--from-hf", hf, "--out", tmp_path / "one") == 2
+    assert sorted((tmp_path / ".one.converting").rglob("*")) == before
+    assert run(*first_half, "--host-index", 1) == 0
+    (tmp_path / ".two.converting").mkdir()
+    (tmp_path / ".two.converting" / "plan.json").write_text(json.dumps({"from_hf": str(hf)}))
+    assert run("--checkpoint", runs[MOE], "--out", tmp_path / "two") == 2
+    printed = " ".join(capfd.readouterr().err.split())
+    assert printed.count("another conversion to this directory was begun") == 2
+    assert f"(from_hf: {hf}" in printed
+    assert run("--from-hf", hf, "--out", tmp_path / "two") == 0
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
@@ -65,6 +85,36 @@ def test_a_second_process_touches_nothing_of_the_first(
 def test_impossible_options_are_refused(args: list[str], expected: str, runs, capfd: pytest.CaptureFixture[str]):
     assert run("--checkpoint", runs[MOE], *args) == 2
     assert expected in capfd.readouterr().err
+
+
+def test_options_of_the_one_direction_are_refused_in_the_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    options = ["--source", tmp_path, "--num-hosts", 2, "--trust-checkpoint", "--max-shard-gb", 1]
+    assert run("--from-hf", tmp_path, "--out", tmp_path / "out", *options) == 2
+    printed = capfd.readouterr().err
+    for option in ("--source", "--num-hosts", "--trust-checkpoint", "--max-shard-gb"):
+        assert f"{option}: has no effect with --from-hf" in printed
+    assert "--tensor-parallel" not in printed
+
+
+@pytest.mark.parametrize("place", ["checkpoints/hf", "checkpoints/step_000007/hf", "checkpoints/step_000007/params/hf"])
+def test_an_output_among_the_checkpoints_is_refused(place: str, runs, tmp_path: Path, capfd):
+    before = sorted(runs[MOE].rglob("*"))
+    assert run("--checkpoint", runs[MOE], "--out", runs[MOE] / place) == 2
+    assert f"--out {runs[MOE] / place}: lies in {runs[MOE]}/checkpoints; name a directory outside" in " ".join(
+        capfd.readouterr().err.split()
+    )
+    assert sorted(runs[MOE].rglob("*")) == before
+
+
+@pytest.mark.parametrize("way", ["--checkpoint", "--from-hf"])
+def test_where_a_disk_is_mounted_no_directory_can_appear(way: str, runs, tmp_path: Path, capfd, monkeypatch):
+    source = runs[MOE] if way == "--checkpoint" else bf16_directory(runs, tmp_path)
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    assert run(way, source, "--out", tmp_path / "disk") == 2
+    printed = " ".join(capfd.readouterr().err.split())
+    assert f"--out {tmp_path}/disk: is where a disk is mounted; name a directory on it, for example" in printed
+    assert not [path for path in tmp_path.iterdir() if path.name not in ("hf", "disk")]
 
 
 def break_nothing(run_folder: Path) -> None:
@@ -191,19 +241,58 @@ def test_the_files_of_a_checkpoint_are_compared_unless_it_is_trusted(tmp_path: P
     assert "checked   no file of the checkpoint: --trust-checkpoint" in capfd.readouterr().out
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        with files_limited_to(150_000):
-            assert run("--checkpoint", runs[MOE], "--out", tmp_path / "out") == 1
-            assert run("--from-hf", bf16_directory(runs, tmp_path), "--out", tmp_path / "back") == 1
-    finally:
-        signal.signal(signal.SIGXFSZ, handler)
+@pytest.mark.parametrize("num_bytes", [20_000, 150_000])
+def test_a_full_disk_is_said_and_leaves_nothing(num_bytes: int, runs, tmp_path: Path, capfd):
+    hf = bf16_directory(runs, tmp_path)
+    with full_disk(num_bytes):
+        assert run("--checkpoint", runs[MOE], "--out", tmp_path / "out") == 1
+        assert run("--from-hf", hf, "--out", tmp_path / "back") == 1
     printed = " ".join(capfd.readouterr().err.split())
     for name in ("out", "back"):
-        assert f"failed: --out {tmp_path / name}: cannot be written (" in printed
+        assert f"failed: --out {tmp_path / name}: cannot be written (File too large)" in printed
     assert printed.count("what was written is removed. Free disk space, or name a directory on another disk") == 2
+    assert ".converting" not in printed
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_disk_that_fills_up_at_the_end_leaves_nothing(tmp_path: Path, capfd):
+    """All tensors are there, the files beside them do not fit."""
+    write_checkpoint(tmp_path / "run", MOE, draw_params(MOE))
+    with (tmp_path / "run/tokenizer/tokenizer.json").open("a") as file:
+        file.write(" " * 1_000_000)
+    with full_disk(900_000):
+        assert run("--checkpoint", tmp_path / "run", "--out", tmp_path / "out", *ONE_MB) == 1
+    assert f"--out {tmp_path}/out: cannot be written (File too large)" in " ".join(capfd.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("value", "fmt", "expected"),
+    [
+        (np.nan, "float32", "holds NaN or infinity; fetch the model again"),
+        (-np.inf, "bf16", "holds NaN or infinity; fetch the model again"),
+        (3.4e38, "bf16", "holds values beyond bfloat16; use --format float32"),
+    ],
+)
+def test_weights_that_are_not_finite_become_no_checkpoint(value: float, fmt: str, expected: str, tmp_path: Path, capfd):
+    params = draw_params(MOE)
+    write_checkpoint(tmp_path / "run", MOE, params)
+    assert run("--checkpoint", tmp_path / "run", "--out", tmp_path / "hf", "--format", "float32", *ONE_MB) == 0
+    edit(tmp_path / "hf", with_value("model.layers.1.mlp.experts.0.down_proj.weight", set_first(value)))
+    assert run("--from-hf", tmp_path / "hf", "--out", tmp_path / "back", "--format", fmt) == 2
+    printed = " ".join(capfd.readouterr().err.split())
+    assert f"model.layers.1.mlp.experts.0.down_proj.weight: {expected}" in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
+
+
+def test_a_directory_without_tokenizer_is_converted_only_as_such(runs, tmp_path: Path, capfd):
+    hf = bf16_directory(runs, tmp_path)
+    (hf / "tokenizer.json").unlink()
+    assert run("--from-hf", hf, "--out", tmp_path / "back") == 2
+    assert f"--from-hf {hf}: has no tokenizer.json; give --without-tokenizer" in " ".join(
+        capfd.readouterr().err.split()
+    )
+    assert run("--from-hf", hf, "--out", tmp_path / "back", "--without-tokenizer") == 0
 
 
 @pytest.mark.parametrize("way", ["--checkpoint", "--from-hf"])

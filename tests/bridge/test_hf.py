@@ -137,6 +137,17 @@ def test_faults_name_the_tensors(tmp_path):
     assert re.search(r"model\.norm\.weight has shape \(5,\), config\.json says \(6,\)", message)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_named(bad: float, tmp_path):
+    tensors = _tensors(MOE)
+    tensors["model.layers.1.mlp.experts.4.up_proj.weight"][3, 2] = bad
+    _write(tmp_path / "m", MOE, tensors, num_files=2)
+    with pytest.raises(
+        ConfigError, match=r"model-0000\d-of-00002\.safetensors: .*1\.mlp\.experts\.4\.up_proj\.weight: holds"
+    ):
+        load_params(tmp_path / "m", MOE, make_mesh(MeshConfig(expert=2)))
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [

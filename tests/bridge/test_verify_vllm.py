@@ -10,14 +10,21 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
+from conversions import full_disk
+from exports import EXPERT, edit, with_value, without
+from references import load_safetensors
 
 from bridge import verify, verify_vllm
+from bridge.safetensors_reader import TensorFiles
+from bridge.verify_files import open_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEET_PYTHON = ROOT / ".venv-fleet/bin/python"
@@ -28,6 +35,12 @@ def program(path: Path, text: str, mode: int = 0o755) -> Path:
     path.write_text(text)
     path.chmod(mode)
     return path
+
+
+def answers(path: Path, **given: object) -> Path:
+    """Make a program that answers as the fleet's Python would, and keeps its arguments beside it."""
+    full = {"load_fault": "", "max_difference": 0.0, "worst_prompt": 0, "worst_token": 0} | given
+    return program(path, f'#!/bin/sh\necho "$@" >"$0.asked"\necho \'{json.dumps(full)}\' >"$6"\n')
 
 
 def run_verify(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
@@ -58,13 +71,11 @@ def until(is_true: Callable[[], object], limit_s: float = 60.0) -> None:
 )
 def test_what_the_fleet_answers_becomes_findings(copy: Path, capsys, answer: dict, code: int, words: str):
     """The fleet's Python is a program that answers as told."""
-    full = {"load_fault": "", "max_difference": 0.0, "worst_prompt": 0, "worst_token": 0} | answer
-    act = f"echo '{json.dumps(full)}' >\"$6\""
-    python = program(copy.parent / "python", f'#!/bin/sh\n[ "$5" = --answer ] || exit 4\n{act}\n')
-    found, text = run_verify(capsys, copy, "--fleet-python", python)
+    found, text = run_verify(capsys, copy, "--fleet-python", answers(copy.parent / "python", **answer))
     assert found == code
     assert re.search(words, text), text
-    assert sorted(path.name for path in copy.parent.iterdir()) == ["model", "python"]
+    assert " --answer " in (copy.parent / "python.asked").read_text()
+    assert sorted(path.name for path in copy.parent.iterdir()) == ["model", "python", "python.asked"]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +141,51 @@ def test_a_place_that_cannot_hold_the_twin_is_named(copy: Path, capsys, monkeypa
     code, printed = run_verify(capsys, copy, "--fleet-python", python)
     assert code == 2
     assert re.search(rf"--scratch {copy.parent}: [\d.]+ MB are needed for the twin and 1.23 kB are free", printed)
+    assert sorted(path.name for path in copy.parent.iterdir()) == ["model", "python"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without(EXPERT + "up_proj.weight_scale_inv"), "up_proj.weight is FP8 without a scale"),
+        (with_value(EXPERT + "up_proj.weight_scale_inv", lambda scale: scale[:, :0]), r"scale has shape \(1, 0\)"),
+    ],
+)
+def test_what_has_no_twin_is_loaded_and_not_compared(copy: Path, capsys, change, words: str):
+    edit(copy, change)
+    python = answers(copy.parent / "python", load_fault="ValueError: some scale")
+    code, printed = run_verify(capsys, copy, "--fleet-python", python)
+    assert code == 1
+    assert re.search(f"parity: prompt log-probabilities expected those of the twin got no twin: .*{words}", printed)
+    assert "strict load: " in printed
+    assert "--twin" not in (copy.parent / "python.asked").read_text()
+
+
+def test_the_twin_has_the_values_in_pieces_of_bounded_size(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verify_vllm, "_PIECE_BYTES", 1000)
+    folder = open_folder(copy)
+    largest = max(folder.tensors.values(), key=lambda stored: stored.nbytes * (4 if stored.dtype == "F8_E4M3" else 1))
+    tracemalloc.start()
+    verify_vllm.write_twin(folder, tmp_path / "twin")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # Codes, scales as wide as they, the product, and headers: of one tensor, not of a file.
+    assert peak < 14 * largest.nbytes + 300_000 < sum(path.stat().st_size for path in (tmp_path / "twin").iterdir())
+    files = TensorFiles(copy)
+    made = {n: a for f in (tmp_path / "twin").glob("*.safetensors") for n, a in load_safetensors(f).items()}
+    assert made.keys() == set(files.weights())
+    for name, array in made.items():
+        expected = files.read(name)
+        assert array.dtype == expected.dtype, name
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_a_disk_that_fills_up_under_the_twin_is_the_scratch_option(copy: Path, capsys):
+    python = program(copy.parent / "python", "#!/bin/sh\n")
+    with full_disk(50_000):
+        code, printed = run_verify(capsys, copy, "--fleet-python", python)
+    assert code == 2
+    assert f"--scratch {copy.parent}: the twin cannot be written (File too large); name a directory with" in printed
     assert sorted(path.name for path in copy.parent.iterdir()) == ["model", "python"]
 
 

@@ -14,6 +14,7 @@ from fleet_fakes import FakeServer, FakeSource, make_choice, make_request
 from rl_jax.config import ConfigError
 from rl_jax.rollout.fleet import VllmFleet
 from rl_jax.rollout.fleet_config import FleetConfig
+from rl_jax.rollout.server_check import check_servers
 from rl_jax.sampler import Completion, Request, Sampler, SamplerLost
 
 # A fake server that "dies" leaves connections that were accepted as it did, as the dead do.
@@ -379,3 +380,39 @@ def test_a_server_that_cannot_sample_for_a_run_is_refused(wrong: Callable[[FakeS
         pass
     (fault,) = caught.value.faults
     assert fault.startswith(servers[1].url)
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "start the server first"),
+        (b"", "start the server first"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n\xff\xfe\xfd\xfc", "runs vLLM of no version"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "runs vLLM of no version"),
+        (b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\nno", "runs vLLM of no version"),
+        (None, "no answer within 0.5 s; start the server first"),
+    ],
+)
+def test_an_address_of_something_else_is_a_fault(says: bytes | None, expected: str):
+    """`says`: what is there answers so, whatever it is asked; None: it says nothing."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        if says is None:
+            await reader.read()
+        else:
+            writer.write(says)
+            await writer.drain()
+        writer.close()
+
+    async def check() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            config = FleetConfig(urls=(url,), control_timeout_s=0.5 if says is None else 30.0)
+            with pytest.raises(ConfigError) as caught:
+                await check_servers(config)
+        (fault,) = caught.value.faults
+        assert url in fault
+        assert expected in fault
+
+    asyncio.run(check())

@@ -68,6 +68,8 @@ def test_what_does_not_fit_is_refused(setting: str, expected: str):
         ("sampler.format=fp4", "sampler.format='fp4': expected one of 'float32', 'bf16', 'fp8-block', 'fp8-channel'"),
         ('sampler.urls=["10.0.0.7:8000"]', "sampler.urls='10.0.0.7:8000': expected http://host:port without a path"),
         ('sampler.urls=["http://a:1/v1"]', "sampler.urls='http://a:1/v1': expected http://host:port without a path"),
+        ('sampler.urls=["http://a:99999"]', "sampler.urls='http://a:99999': expected http://host:port"),
+        ('sampler.urls=["http://"]', "sampler.urls='http://': expected http://host:port"),
         ('sampler.urls=["http://a:1","http://a:1"]', "sampler.urls=['http://a:1', 'http://a:1']: names a server twice"),
         ("sampler.dtype=bfloat16", "sampler.dtype='bfloat16': format='float32' keeps 24 bits"),
         ("sampler.max_running=0", "sampler.max_running=0: must be at least 1"),
