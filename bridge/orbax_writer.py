@@ -3,6 +3,7 @@
 Layout: as rl_jax/checkpoint.py describes, with weights only. One stored chunk a slice of a layer or an expert.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -106,6 +107,10 @@ def _wait(future: ts.Future | ts.WriteFutures, what: str) -> None:
     """
     try:
         future.result()
+    except KeyboardInterrupt:
+        with contextlib.suppress(ValueError):
+            future.result()  # else it would go on to write into a folder that is being removed
+        raise
     except ValueError as error:
         found = _SYSTEM_ERROR.search(str(error))
         if found:
